@@ -1,0 +1,239 @@
+"""``ChunkedEnv``: any :class:`Simulator` as a TorchRL ``EnvBase`` in which one step executes a chunk of H actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
+from torchrl.envs import EnvBase
+
+from vla_async import keys
+from vla_async.envs.base import EnvSpec, OnSuccess, Simulator
+from vla_async.rng import episode_seed
+
+
+@dataclass
+class ChunkStep:
+    """What one decision did, for N rows. Rows that were not stepped hold what they held before.
+
+    Attributes:
+        observation: by name, each ``[N, ...]``: after the last executed env step, before any reset.
+        step_rewards: float32 ``[N, H]``, zero where no env step was executed.
+        executed: bool ``[N, H]``.
+        success: bool ``[N]``, after the last executed env step.
+        success_once: bool ``[N]``, at any env step of the episode so far.
+        terminated: bool ``[N]``.
+        truncated: bool ``[N]``.
+        frames: a picture per executed env step of row 0, if the env records.
+    """
+
+    observation: dict[str, Tensor]
+    step_rewards: Tensor
+    executed: Tensor
+    success: Tensor
+    success_once: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    frames: list[Tensor]
+
+    @property
+    def done(self) -> Tensor:
+        return self.terminated | self.truncated
+
+
+class ChunkedEnv(EnvBase):
+    """Runs chunks of actions on a simulator, and keeps what happened at each env step.
+
+    The action is ``("vla_action", "chunk")`` ``[H, A]``. ``reward`` is the sum over the executed env steps;
+    ``step_rewards`` ``[H]`` and ``executed`` ``[H]`` keep them apart. An episode that ends inside a chunk executes
+    nothing after its end, and its final observation, reward and success are those of its last executed env step.
+
+    ``reset_rows`` and ``step_chunk`` are the raw way in, without TensorDicts; ``reset`` and ``step`` are TorchRL's.
+
+    Args:
+        simulator: what is stepped; owned and closed by this env.
+        chunk_size: H.
+        max_episode_steps: the horizon in env steps.
+        on_success: see :class:`vla_async.envs.EnvFactory`.
+        is_batched: give the env a batch size of ``[simulator.num_rows]`` instead of ``[]``.
+    """
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        *,
+        chunk_size: int = 1,
+        max_episode_steps: int = 50,
+        on_success: OnSuccess = "terminate",
+        is_batched: bool = False,
+    ) -> None:
+        if not is_batched and simulator.num_rows != 1:
+            raise ValueError(f"a simulator of {simulator.num_rows} rows needs is_batched=True")
+        rows, on = simulator.num_rows, simulator.device
+        super().__init__(batch_size=torch.Size([rows] if is_batched else []), device=None if on.type == "cpu" else on)
+        self.simulator, self.num_rows, self.chunk_size = simulator, rows, chunk_size
+        self.max_episode_steps, self.on_success = max_episode_steps, on_success
+        self.recording = False
+        self._seed, self._episodes = 0, 0
+        self._elapsed = torch.zeros(rows, dtype=torch.int64, device=on)
+        self._success_once = torch.zeros(rows, dtype=torch.bool, device=on)
+        self._success = torch.zeros(rows, dtype=torch.bool, device=on)
+        self._action_low = torch.tensor(simulator.action_low, device=on)
+        self._action_high = torch.tensor(simulator.action_high, device=on)
+        # The specs need one observation; the episode it starts is never seen, for each reset carries its own seed.
+        every_row = torch.ones(rows, dtype=torch.bool, device=on)
+        first = simulator.reset(every_row, torch.zeros(rows, dtype=torch.int64, device=on))
+        self._observation = {name: value.clone() for name, value in first.items()}
+        self._make_specs(first)
+
+    @property
+    def env_spec(self) -> EnvSpec:
+        """What a policy has to know of this env."""
+        images = {name: tuple(value.shape[1:]) for name, value in self._observation.items() if value.dtype == torch.uint8}
+        state = self._observation.get("state")
+        return EnvSpec(
+            action_low=self.simulator.action_low,
+            action_high=self.simulator.action_high,
+            chunk_size=self.chunk_size,
+            state_dim=None if state is None else state.shape[-1],
+            images=cast(dict[str, tuple[int, int, int]], images),
+        )
+
+    def reset_rows(self, rows: Tensor, seeds: Tensor) -> dict[str, Tensor]:
+        """Start an episode in ``rows`` (bool ``[N]``) from ``seeds`` (int64 ``[N]``); returns all rows' observation."""
+        observation = self.simulator.reset(rows, seeds)
+        self._elapsed.masked_fill_(rows, 0)
+        self._success.masked_fill_(rows, False)
+        self._success_once.masked_fill_(rows, False)
+        self._keep(observation, rows)
+        return self._observation
+
+    def step_chunk(self, chunk: Tensor, rows: Tensor | None = None) -> ChunkStep:
+        """Execute one decision.
+
+        Args:
+            chunk: float32 ``[N, H, A]``; elements outside the action bounds are clipped to them.
+            rows: bool ``[N]``, the rows that take part; all by default.
+
+        Raises:
+            ValueError: if an action is not finite; names the first one.
+        """
+        if not torch.isfinite(chunk).all():
+            where = torch.nonzero(~torch.isfinite(chunk))[0].tolist()
+            raise ValueError(f"action {chunk[tuple(where)].item()} at [row, step, element] {where} is not finite")
+        active = torch.ones_like(self._success) if rows is None else rows.clone()
+        step_rewards = torch.zeros(self.num_rows, self.chunk_size, device=active.device)
+        executed = torch.zeros_like(step_rewards, dtype=torch.bool)
+        terminated, truncated = torch.zeros_like(active), torch.zeros_like(active)
+        frames: list[Tensor] = []
+        chunk = torch.clamp(chunk, self._action_low, self._action_high)
+        for step in range(self.chunk_size):
+            if not active.any():
+                break
+            result = self.simulator.step(chunk[:, step], active)
+            step_rewards[:, step] = torch.where(active, result.reward, 0.0)
+            executed[:, step] = active
+            self._keep(result.observation, active)
+            self._elapsed += active
+            self._success = torch.where(active, result.success, self._success)
+            self._success_once |= active & result.success
+            if result.failure is not None:
+                terminated |= active & result.failure
+            if self.on_success == "terminate":
+                terminated |= active & result.success
+            truncated |= active & (self._elapsed >= self.max_episode_steps) & ~terminated
+            active &= ~(terminated | truncated)
+            if self.recording:
+                frames.append(self.simulator.render())
+        if self.on_success == "finish_chunk":
+            ended = executed.any(-1) & self._success_once
+            terminated, truncated = terminated | ended, truncated & ~ended
+        success, success_once = self._success.clone(), self._success_once.clone()
+        return ChunkStep(self._observation, step_rewards, executed, success, success_once, terminated, truncated, frames)
+
+    def _keep(self, observation: dict[str, Tensor], rows: Tensor) -> None:
+        """Take over the rows' part of an observation; the other rows keep the one they ended on."""
+        if bool(rows.all()):
+            self._observation = {name: value.clone() for name, value in observation.items()}
+            return
+        for name, value in observation.items():
+            mask = rows.reshape(-1, *[1] * (value.ndim - 1))
+            self._observation[name] = torch.where(mask, value, self._observation[name])
+
+    # ---------------------------------------------------------------- TorchRL's EnvBase
+
+    def _make_specs(self, observation: dict[str, Tensor]) -> None:
+        batch, chunk = self.batch_size, self.chunk_size
+        on = self.device
+        leaves = {
+            name: Unbounded((*batch, *value.shape[1:]), dtype=value.dtype, device=on) for name, value in observation.items()
+        }
+
+        def flags(*shape: int) -> Binary:
+            return Binary(shape=(*batch, *shape), dtype=torch.bool, device=on)
+
+        self.observation_spec = Composite(
+            observation=Composite(leaves, shape=batch),
+            language_instruction=NonTensor(shape=batch, example_data=self.simulator.instructions[0]),
+            success=flags(1),
+            success_once=flags(1),
+            executed=flags(chunk),
+            step_rewards=Unbounded((*batch, chunk), device=on),
+            shape=batch,
+        )
+        low, high = self._action_low, self._action_high
+        shape = (*batch, chunk, low.numel())
+        action = Bounded(low.expand(shape).clone(), high.expand(shape).clone(), shape=shape, device=on)
+        self.action_spec = Composite(vla_action=Composite(chunk=action, shape=batch), shape=batch)
+        self.reward_spec = Unbounded((*batch, 1), device=on)
+        self.done_spec = Composite(done=flags(1), terminated=flags(1), truncated=flags(1), shape=batch)
+
+    def _surface(self, value: Tensor) -> Tensor:
+        """Rows as TorchRL sees them: ``[N, ...]`` if batched, else without the row dimension."""
+        value = value.clone()
+        return value if self.batch_size else value[0]
+
+    def _observation_td(self, observation: dict[str, Tensor]) -> dict[str, Any]:
+        texts = list(self.simulator.instructions)
+        leaves = {name: self._surface(value) for name, value in observation.items()}
+        return {
+            keys.OBSERVATION: TensorDict(leaves, batch_size=self.batch_size, device=self.device),
+            keys.INSTRUCTION: NonTensorStack(*texts) if self.batch_size else texts[0],
+            "success": self._surface(self._success.unsqueeze(-1)),
+            "success_once": self._surface(self._success_once.unsqueeze(-1)),
+        }
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        rows = torch.ones_like(self._success)
+        if tensordict is not None and "_reset" in tensordict.keys():
+            rows = tensordict.get("_reset").reshape(self.num_rows)
+        seeds = [episode_seed(self._seed, row, self._episodes) for row in range(self.num_rows)]
+        self._episodes += 1
+        out = self._observation_td(self.reset_rows(rows, torch.tensor(seeds, device=rows.device)))
+        return self.full_observation_spec.zero().update(self.full_done_spec.zero()).update(out)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        chunk = tensordict.get(keys.CHUNK).reshape(self.num_rows, self.chunk_size, -1)
+        rows = tensordict.get("_step", None)
+        result = self.step_chunk(chunk, None if rows is None else rows.reshape(self.num_rows))
+        out = self._observation_td(result.observation)
+        out["executed"], out["step_rewards"] = self._surface(result.executed), self._surface(result.step_rewards)
+        out["reward"] = self._surface(result.step_rewards.sum(-1, keepdim=True))
+        for key in ("done", "terminated", "truncated"):
+            out[key] = self._surface(getattr(result, key).unsqueeze(-1))
+        return TensorDict(out, batch_size=self.batch_size, device=self.device)
+
+    def _set_seed(self, seed: int | None) -> None:
+        """The next reset starts episode 0 of this seed's stream, whatever ran before."""
+        if seed is not None:
+            self._seed, self._episodes = int(seed), 0
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close the simulator."""
+        if not self.is_closed:
+            self.simulator.close()
+        super().close(raise_if_closed=raise_if_closed)
