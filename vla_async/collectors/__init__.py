@@ -1,0 +1,1 @@
+"""Rollouts: env workers, and the collectors that drive them."""

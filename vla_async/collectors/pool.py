@@ -1,0 +1,197 @@
+"""``EnvPool``: the envs of a factory in processes of their own, stepped together through shared memory."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from vla_async.collectors.worker import Ready, Reply, Rows, run_worker
+from vla_async.envs.base import EnvFactory, EnvSpec
+
+if TYPE_CHECKING:
+    from vla_async.envs.controllers import ScriptedController
+
+T = TypeVar("T")
+
+
+class WorkerError(RuntimeError):
+    """An env worker raised, died or did not answer; the message carries its own traceback where there is one."""
+
+
+@dataclass
+class _Link:
+    process: BaseProcess
+    connection: Connection
+    rows: slice
+    name: str
+
+
+def _context() -> Any:
+    """Workers come from a server process that has imported torch once: quick to start, and safe beside CUDA."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["vla_async.collectors.worker", "vla_async.envs.chunked"])
+    return context
+
+
+class EnvPool:
+    """N envs in worker processes, with one row of shared memory each. Use it as a context manager, or call ``close``.
+
+    Args:
+        factory: what to build. Env ``i`` of the pool is ``factory.make(indices[i])``.
+        indices: which envs of the factory; all of them by default. Ignored by a batched factory.
+        render: the positions in the pool whose env must be able to make pictures.
+        controller: a scripted controller that acts in the workers instead of the chunk that is passed in.
+        timeout_s: how long a worker may take to build its env or to answer.
+
+    Raises:
+        WorkerError: if a worker cannot build its env.
+    """
+
+    def __init__(
+        self,
+        factory: EnvFactory,
+        *,
+        indices: Sequence[int] | None = None,
+        render: Sequence[int] = (),
+        controller: ScriptedController | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._links: list[_Link] = []
+        chosen = [0] if factory.is_batched else list(range(factory.num_envs) if indices is None else indices)
+        context = _context()
+        try:
+            for position, index in enumerate(chosen):
+                ours, theirs = context.Pipe()
+                arguments = (theirs, factory, index, position in render, controller)
+                process = context.Process(target=run_worker, args=arguments, name=f"env-worker-{index}", daemon=True)
+                process.start()
+                theirs.close()
+                self._links.append(_Link(process, ours, slice(0, 0), f"env worker {index}"))
+            self._share(self._gather(Ready, range(len(chosen))))
+        except BaseException:
+            self.close(grace_s=0.0)
+            raise
+
+    def _share(self, ready: dict[int, Ready]) -> None:
+        """Allocate the rows and hand each worker its part."""
+        self.spec: EnvSpec = ready[0].spec
+        start = 0
+        for position, link in enumerate(self._links):
+            if ready[position].spec != self.spec:
+                raise WorkerError(f"{link.name} has {ready[position].spec}, but {self._links[0].name} has {self.spec}")
+            link.rows = slice(start, start + ready[position].num_rows)
+            start = link.rows.stop
+        self.num_envs = start
+        self.rows = Rows.allocate(start, self.spec)
+        self.instructions, self.tasks = [""] * start, [""] * start
+        for link in self._links:
+            link.connection.send(self.rows.part(link.rows))
+
+    def reset(self, mask: Tensor, seeds: Tensor, record: Tensor | None = None) -> None:
+        """Start an episode in the envs of ``mask``; ``rows.observation`` then holds what they see.
+
+        Args:
+            mask: bool ``[N]``.
+            seeds: int64 ``[N]``.
+            record: bool ``[N]``, the envs that take pictures until their next explicit reset.
+        """
+        self.rows.active.copy_(mask)
+        self.rows.seeds.copy_(seeds)
+        flags = torch.zeros(self.num_envs, dtype=torch.bool) if record is None else record
+        self._command(lambda link: ("reset", bool(flags[link.rows.start])))
+
+    def step(self, chunk: Tensor, active: Tensor | None = None, next_seeds: Tensor | None = None) -> dict[int, list[Tensor]]:
+        """Execute one decision of every active env. What happened stands in ``rows``.
+
+        Args:
+            chunk: float32 ``[N, H, A]``.
+            active: bool ``[N]``; all by default.
+            next_seeds: int64 ``[N]``. If given, an env whose episode ends starts the next one from its seed at once.
+
+        Returns:
+            Pictures by env, for those that record.
+        """
+        self.rows.chunk.copy_(chunk)
+        self.rows.active.copy_(torch.ones_like(self.rows.active) if active is None else active)
+        self.rows.reset_after.fill_(next_seeds is not None)
+        if next_seeds is not None:
+            self.rows.seeds.copy_(next_seeds)
+        replies = self._command(lambda link: ("step",))
+        return {self._links[position].rows.start: reply.frames for position, reply in replies.items() if reply.frames}
+
+    def _command(self, message: Callable[[_Link], tuple[Any, ...]]) -> dict[int, Reply]:
+        """Send a command to the workers with an active env, wait for all of them, and note the episodes they started."""
+        active = self.rows.active.tolist()
+        called = [position for position, link in enumerate(self._links) if any(active[link.rows])]
+        for position in called:
+            link = self._links[position]
+            try:
+                link.connection.send(message(link))
+            except (BrokenPipeError, ConnectionResetError):
+                raise self._lost(link) from None
+        replies = self._gather(Reply, called)
+        for position, reply in replies.items():
+            for row, (instruction, task) in reply.episodes.items():
+                self.instructions[self._links[position].rows.start + row] = instruction
+                self.tasks[self._links[position].rows.start + row] = task
+        return replies
+
+    def _gather(self, kind: type[T], positions: Sequence[int]) -> dict[int, T]:
+        """One message from each of the workers at ``positions``, in their order."""
+        waiting = {self._links[position].connection: position for position in positions}
+        received: dict[int, T] = {}
+        deadline = time.monotonic() + self.timeout_s
+        while waiting:
+            answered = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not answered:
+                names = ", ".join(self._links[position].name for position in waiting.values())
+                raise WorkerError(f"no answer within {self.timeout_s:g} s from {names}; raise timeout_s if the env is that slow")
+            for connection in cast(list[Connection], answered):
+                position = waiting.pop(connection)
+                link = self._links[position]
+                try:
+                    message = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise self._lost(link) from None
+                if isinstance(message, Reply) and message.error is not None:
+                    raise WorkerError(f"{link.name} failed with\n{message.error}")
+                assert isinstance(message, kind)
+                received[position] = message
+        return dict(sorted(received.items()))
+
+    def _lost(self, link: _Link) -> WorkerError:
+        link.process.join(1.0)
+        return WorkerError(f"{link.name} (pid {link.process.pid}) died with exit code {link.process.exitcode}")
+
+    def close(self, grace_s: float = 2.0) -> None:
+        """End all workers: ask, then after ``grace_s`` seconds kill. Harmless if called again."""
+        for link in self._links:
+            try:
+                link.connection.send(None)
+            except OSError:
+                pass  # already dead
+        deadline = time.monotonic() + grace_s
+        for link in self._links:
+            link.process.join(max(0.0, deadline - time.monotonic()))
+            if link.process.is_alive():
+                link.process.kill()
+                link.process.join()
+            link.connection.close()
+        self._links = []
+
+    def __enter__(self) -> EnvPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(grace_s=0.5 if error is not None else 2.0)
