@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_async import keys
 from vla_async.collectors.pool import EnvPool
@@ -37,6 +40,22 @@ class Episode:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def check_finite(chunk: Tensor, pool: EnvPool) -> None:
+    """Refuse actions that are not finite, naming what the policy had been given.
+
+    Raises:
+        FloatingPointError: names the env and its instruction.
+    """
+    bad = (~torch.isfinite(chunk)).flatten(1).any(-1)
+    if bool(bad.any()):
+        row = int(torch.nonzero(bad)[0])
+        seen = {name: bool(torch.isfinite(leaf[row].float()).all()) for name, leaf in pool.rows.observation.items()}
+        raise FloatingPointError(
+            f"the policy's action for env {row} ({pool.tasks[row]!r}, instruction {pool.instructions[row]!r}) is not finite; "
+            f"its observation was finite: {seen}"
+        )
 
 
 class EpisodeTracker:
@@ -88,10 +107,19 @@ class LockstepCollector:
         policy: decides for all rows at once, on its own device.
         decisions_per_env: T, the length of the rollout.
         seed: root of all random streams.
+        autocast: makes the context in which the policy acts (``fabric.autocast``).
     """
 
-    def __init__(self, pool: EnvPool, policy: VLAPolicy, *, decisions_per_env: int, seed: int) -> None:
-        self.pool, self.policy, self.decisions_per_env = pool, policy, decisions_per_env
+    def __init__(
+        self,
+        pool: EnvPool,
+        policy: VLAPolicy,
+        *,
+        decisions_per_env: int,
+        seed: int,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.pool, self.policy, self.decisions_per_env, self.autocast = pool, policy, decisions_per_env, autocast
         self.tracker = EpisodeTracker(pool)
         self.finished: list[Episode] = []
         self._num, self._seed = pool.num_envs, seed
@@ -145,18 +173,18 @@ class LockstepCollector:
         """
         if not self._started:
             self._start()
-        steps = [self._decide(policy_version) for _ in range(self.decisions_per_env)]
-        batch: TensorDictBase = torch.stack(steps, dim=1)
-        batch.refine_names(..., "time")
-        if keys.VALUE in batch.keys():
-            self._bootstrap(batch)
+        with set_exploration_type(ExplorationType.RANDOM), self.autocast():
+            steps = [self._decide(policy_version) for _ in range(self.decisions_per_env)]
+            batch: TensorDictBase = torch.stack(steps, dim=1)
+            if keys.VALUE in batch.keys():
+                self._bootstrap(batch)
         return batch
 
     def _decide(self, policy_version: int) -> TensorDict:
-        td = self._see(self.pool.rows.observation)
-        self.policy.act(td)
+        td = self.policy.act(self._see(self.pool.rows.observation))
         td.set(keys.POLICY_VERSION, torch.full((self._num, 1), policy_version, device=td.device))
-        chunk = td.get(keys.CHUNK).cpu()
+        chunk = td.get(keys.CHUNK).float().cpu()
+        check_finite(chunk, self.pool)
         self._decisions += 1
         tasks, seeds, following = list(self.pool.tasks), self._seeds, self._next_seeds()
         self.pool.step(chunk, next_seeds=following)

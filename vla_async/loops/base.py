@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vla_async.envs.base import EnvSpec
 
 if TYPE_CHECKING:
     from vla_async.trainer import AsyncTrainer
@@ -20,16 +22,25 @@ class Loop(ABC):
         Unblocked by: who ends the wait.
     """
 
+    stage: str
+
+    def check(self, trainer: AsyncTrainer) -> None:
+        """Refuse what cannot work, before any worker starts.
+
+        Raises:
+            ValueError: names the field, its value and the fix.
+        """
+
+    @abstractmethod
+    def open(self, trainer: AsyncTrainer) -> EnvSpec:
+        """Open the source of the data, and say what the policy will see."""
+
     @abstractmethod
     def run(self, trainer: AsyncTrainer) -> None:
-        """Train until ``trainer.should_stop``. Opens what it needs and leaves it to :meth:`close`."""
+        """Train until ``trainer.should_stop``; call ``trainer.end_step`` after each step.
+
+        If ``trainer.state.loop`` is not empty, it is what this loop stored there: continue from it.
+        """
 
     def close(self) -> None:
         """Release processes and files. Called on every kind of exit, also when :meth:`run` never started."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the loop: plain values and tensors."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; called before :meth:`run`."""

@@ -1,0 +1,29 @@
+"""``Callback``: looks on while a trainer works."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vla_async.loops.evaluate import EvaluationResult
+    from vla_async.trainer import AsyncTrainer
+
+
+class Callback:
+    """Hooks that do nothing; override those you need. ``trainer.state`` and ``trainer.run`` tell the rest."""
+
+    def on_start(self, trainer: AsyncTrainer) -> None:
+        """Training starts; policy, optimizer and envs are ready, a checkpoint is loaded."""
+
+    def on_step_end(self, trainer: AsyncTrainer, metrics: Mapping[str, float]) -> None:
+        """A step has ended and its metrics have been logged."""
+
+    def on_evaluation_end(self, trainer: AsyncTrainer, result: EvaluationResult) -> None:
+        """An evaluation has ended: during training, or on its own."""
+
+    def on_exception(self, trainer: AsyncTrainer, error: BaseException) -> None:
+        """Training was cut short, by an error or by Ctrl-C (``KeyboardInterrupt``)."""
+
+    def on_end(self, trainer: AsyncTrainer) -> None:
+        """Training is over, on every kind of exit."""

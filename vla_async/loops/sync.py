@@ -1,0 +1,171 @@
+"""``SyncFitLoop``: roll out, then train, then roll out again."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDictBase
+
+from vla_async import keys
+from vla_async.collectors.lockstep import Episode, LockstepCollector
+from vla_async.collectors.pool import EnvPool
+from vla_async.envs.base import EnvSpec
+from vla_async.loops.base import Loop
+from vla_async.monitor.metrics import Meter, mean
+from vla_async.rng import fold
+
+if TYPE_CHECKING:
+    from vla_async.trainer import AsyncTrainer
+
+
+class SyncFitLoop(Loop):
+    """Reinforcement learning without overlap: the baseline that everything asynchronous is measured against.
+
+    Consumes: decisions of all envs, collected in lockstep with the newest weights.
+    Waits for: the slowest env at every decision, and the whole rollout before it trains.
+    Produces: one update per rollout (``update_epochs`` passes over it), so staleness is 0.
+    Unblocked by: the env workers, each within ``env_timeout_s``.
+
+    Args:
+        decisions_per_env: T, the decisions that each env contributes to an update; the global batch is ``num_envs * T``.
+        update_epochs: passes over the global batch.
+        mini_batch_size: decisions per optimizer step; the whole global batch by default.
+        micro_batch_size: decisions per forward and backward, to fit memory; does not change the result.
+        max_grad_norm: gradients are clipped to this norm; null for no clipping.
+        env_timeout_s: how long an env may take to be built or to answer.
+    """
+
+    stage = "fit"
+
+    def __init__(
+        self,
+        decisions_per_env: int = 32,
+        update_epochs: int = 4,
+        mini_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        max_grad_norm: float | None = 0.5,
+        env_timeout_s: float = 300.0,
+    ) -> None:
+        counts = {"decisions_per_env": decisions_per_env, "update_epochs": update_epochs}
+        sizes = {"mini_batch_size": mini_batch_size, "micro_batch_size": micro_batch_size}
+        for name, value in (counts | sizes).items():
+            if value is not None and value < 1:
+                raise ValueError(f"fit_loop.{name}={value} must be at least 1")
+        if micro_batch_size is not None and mini_batch_size is not None and micro_batch_size > mini_batch_size:
+            raise ValueError(
+                f"fit_loop.micro_batch_size={micro_batch_size} is larger than fit_loop.mini_batch_size={mini_batch_size}; "
+                "a micro-batch is a part of a mini-batch"
+            )
+        if max_grad_norm is not None and max_grad_norm <= 0:
+            raise ValueError(f"fit_loop.max_grad_norm={max_grad_norm} must be positive, or null for no clipping")
+        if env_timeout_s <= 0:
+            raise ValueError(f"fit_loop.env_timeout_s={env_timeout_s} must be positive")
+        self.decisions_per_env, self.update_epochs = decisions_per_env, update_epochs
+        self.mini_batch_size, self.micro_batch_size = mini_batch_size, micro_batch_size
+        self.max_grad_norm, self.env_timeout_s = max_grad_norm, env_timeout_s
+        self._pool: EnvPool | None = None
+        self._shuffle = torch.Generator()
+
+    def check(self, trainer: AsyncTrainer) -> None:
+        """Refuse what cannot work, before any worker starts."""
+        global_batch = trainer.env.num_envs * self.decisions_per_env
+        if self.mini_batch_size is not None and self.mini_batch_size > global_batch:
+            raise ValueError(
+                f"fit_loop.mini_batch_size={self.mini_batch_size} is larger than the global batch of {global_batch} decisions "
+                f"(env.num_envs={trainer.env.num_envs} times fit_loop.decisions_per_env={self.decisions_per_env}); "
+                "lower it or collect more"
+            )
+        if trainer.policy.objective is None:
+            raise ValueError("model.objective is not set; fit needs one, for example vla_async.objectives.PPO")
+
+    def open(self, trainer: AsyncTrainer) -> EnvSpec:
+        """Start the envs."""
+        self._shuffle.manual_seed(fold(trainer.seed, "shuffle") % 2**63)
+        self._pool = EnvPool(trainer.env, timeout_s=self.env_timeout_s)
+        return self._pool.spec
+
+    def run(self, trainer: AsyncTrainer) -> None:
+        """Train until the trainer has had enough."""
+        assert self._pool is not None
+        autocast = trainer.fabric.autocast
+        collector = LockstepCollector(
+            self._pool, trainer.policy, decisions_per_env=self.decisions_per_env, seed=trainer.seed, autocast=autocast
+        )
+        if state := trainer.state.loop:
+            collector.load_state_dict(state["collector"])
+            self._shuffle.set_state(state["shuffle"])
+        while not trainer.should_stop:
+            started = time.perf_counter()
+            trainer.policy.eval()
+            batch = collector.collect(policy_version=trainer.state.counters.step)
+            collected = time.perf_counter()
+            trainer.policy.train()
+            meter = self._update(trainer, batch)
+            trained = time.perf_counter()
+            finished = collector.take_finished()
+            env_steps = int(batch.get(keys.EXECUTED).sum())
+            metrics = meter.means() | rollout_metrics(finished)
+            metrics |= {
+                "time/rollout_s": collected - started,
+                "time/train_s": trained - collected,
+                "time/env_steps_per_s": env_steps / (trained - started),
+                "staleness/max": float(trainer.state.counters.step - int(batch.get(keys.POLICY_VERSION).min())),
+            }
+            with trainer.interrupts.critical():
+                counters = trainer.state.counters
+                counters.step, counters.env_steps = counters.step + 1, counters.env_steps + env_steps
+                counters.episodes += len(finished)
+                trainer.state.loop = {"collector": collector.state_dict(), "shuffle": self._shuffle.get_state()}
+            trainer.end_step(metrics)
+
+    def _update(self, trainer: AsyncTrainer, batch: TensorDictBase) -> Meter:
+        """One update: ``update_epochs`` passes, unless the objective ends it early."""
+        objective = trainer.policy.objective
+        assert objective is not None
+        objective.prepare(batch)
+        flat = batch.reshape(-1)
+        size, meter = self.mini_batch_size or len(flat), Meter()
+        for _ in range(self.update_epochs):
+            order = torch.randperm(len(flat), generator=self._shuffle)
+            for indices in order.split(size):
+                part = self._mini_batch(trainer, flat[indices.to(flat.device)])
+                meter.add({name: (part.sums[name], part.counts[name]) for name in part.sums})
+                if objective.ends_update(part.means()):
+                    break
+            else:
+                continue
+            break
+        objective.end_update()
+        return meter
+
+    def _mini_batch(self, trainer: AsyncTrainer, mini: TensorDictBase) -> Meter:
+        """One optimizer step: back-propagate the sums of the micro-batches; the strategy divides once."""
+        meter = Meter()
+        for micro in mini.split(self.micro_batch_size or len(mini)):
+            with trainer.fabric.autocast():
+                output = trainer.module.training_step(micro)
+            trainer.fabric.backward(output.loss, num_samples=output.num_samples)
+            meter.add(output.metrics)
+        trainer.optimizer_step(self.max_grad_norm)
+        return meter
+
+    def close(self) -> None:
+        """End the envs."""
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
+
+
+def rollout_metrics(episodes: list[Episode]) -> dict[str, float]:
+    """What the finished training episodes say; nothing if none finished."""
+    if not episodes:
+        return {}
+    return {
+        "rollout/episodes": float(len(episodes)),
+        "rollout/success_once": mean(episode.success_once for episode in episodes),
+        "rollout/success_at_end": mean(episode.success_at_end for episode in episodes),
+        "rollout/return": mean(episode.episode_return for episode in episodes),
+        "rollout/episode_env_steps": mean(episode.env_steps for episode in episodes),
+    }

@@ -1,0 +1,142 @@
+"""``TrainState``: one object, which is also what a checkpoint holds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric import Fabric
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from vla_async.policies.base import VLAPolicy
+
+
+@dataclass
+class Counters:
+    """How far a run is.
+
+    Attributes:
+        step: updates done (in SFT, optimizer steps); also the policy_version.
+        optimizer_steps: optimizer steps done.
+        env_steps: env steps executed for training.
+        episodes: training episodes finished.
+        elapsed_s: wall-clock seconds spent training, over all resumes.
+        best_success: the best validated success_once so far, -1 before the first.
+    """
+
+    step: int = 0
+    optimizer_steps: int = 0
+    env_steps: int = 0
+    episodes: int = 0
+    elapsed_s: float = 0.0
+    best_success: float = -1.0
+
+
+@dataclass
+class TrainState:
+    """Everything that a resumed run needs.
+
+    Attributes:
+        stage: ``fit`` or ``sft``, which loop it belongs to.
+        policy: the policy, with its objective.
+        optimizer: its optimizer.
+        scheduler: its learning-rate scheduler, stepped once per step, or None.
+        counters: how far the run is.
+        loop: state of the loop, as it stood when the last update ended.
+    """
+
+    stage: str
+    policy: VLAPolicy
+    optimizer: Optimizer
+    scheduler: LRScheduler | None = None
+    counters: Counters = field(default_factory=Counters)
+    loop: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, fabric: Fabric, path: Path) -> None:
+        """Write a checkpoint; an existing one is replaced only by a complete new one.
+
+        The file can be read by ``fabric.load`` with ``weights_only`` and by ``policy_class.load_from_checkpoint``.
+
+        Raises:
+            RuntimeError: if it cannot be written (for example, because the disk is full).
+        """
+        content: dict[str, Any] = {
+            "state_dict": self.policy.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "objective": None if self.policy.objective is None else self.policy.objective.state_dict(),
+            "counters": asdict(self.counters),
+            "loop": self.loop,
+            "stage": self.stage,
+            "torch_rng": torch.get_rng_state(),
+            "env_spec": None if self.policy.env_spec is None else self.policy.env_spec.to_dict(),
+            "hyper_parameters": plain_hyper_parameters(self.policy),
+            "pytorch-lightning_version": lightning.__version__,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        try:
+            fabric.save(unfinished, content)
+            os.replace(unfinished, path)
+        except (OSError, RuntimeError) as error:
+            unfinished.unlink(missing_ok=True)
+            kept = f"; the previous {path.name} is kept" if path.exists() else ""
+            raise RuntimeError(f"the checkpoint {path} could not be written: {error}{kept}") from error
+
+    def load(self, path: Path) -> None:
+        """Take over a checkpoint of the same stage.
+
+        Raises:
+            ValueError: if it belongs to another stage or another policy.
+        """
+        content = read_checkpoint(path)
+        if content["stage"] != self.stage:
+            raise ValueError(
+                f"{path} was written by {content['stage']!r}, so {self.stage!r} cannot resume it; "
+                "to start from its weights, give it as trainer.init_from"
+            )
+        load_weights(self.policy, content, path)
+        self.optimizer.load_state_dict(content["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(content["scheduler"])
+        if self.policy.objective is not None:
+            self.policy.objective.load_state_dict(content["objective"])
+        self.counters = Counters(**content["counters"])
+        self.loop = content["loop"]
+        torch.set_rng_state(content["torch_rng"])
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Load a checkpoint onto the CPU, without running any code from it."""
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return content
+
+
+def load_weights(policy: VLAPolicy, content: dict[str, Any], path: Path) -> None:
+    """Put a checkpoint's weights into a built policy.
+
+    Raises:
+        ValueError: names the tensors that do not fit.
+    """
+    try:
+        policy.load_state_dict(content["state_dict"])
+    except RuntimeError as error:
+        raise ValueError(f"the weights of {path} do not fit this {type(policy).__name__}: {error}") from error
+
+
+def plain_hyper_parameters(policy: VLAPolicy) -> dict[str, Any]:
+    """The hyperparameters that survive ``weights_only``: plain values; objects (an objective) are left out."""
+    return {name: value for name, value in policy.hparams.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -1,0 +1,301 @@
+"""``AsyncTrainer``: reinforcement-learning post-training on Lightning Fabric.
+
+ ACTING (rollout devices, one process per env shard, one replica per device)
+   EnvWorker ──obs row in its slot──▶ DynamicBatcher ──batch ≤ Bmax, oldest waits ≤ Tmax──▶ InferenceReplica
+       ▲                                                                                     │ policy.act
+       └────────────action, log-prob, value, policy_version written into the same slot ◀──────┘
+   EnvWorker closes the trajectory ──slot id──▶ TrajectoryQueue (bounded; paced by free slots)
+
+ LEARNING (trainer devices, one Fabric rank per device)
+   TrajectoryQueue ──▶ Streamer ──micro-batch──▶ policy.training_step (sum loss, valid count)
+       ──▶ SizeWeighted strategy (accumulate; divide once by the global valid count) ──▶ optimizer step(s), then version v+1
+   WeightPublisher ──weights v+1──▶ every InferenceReplica (swapped between two batches, never inside one)
+
+That is where it goes. What runs today is its synchronous baseline, the same picture without overlap:
+
+   EnvPool (a process per env) ──observation rows──▶ LockstepCollector ──batch of all envs──▶ policy.act
+       ▲                                                                                     │
+       └──────────────────────────── chunks of actions, executed in lockstep ◀───────────────┘
+   LockstepCollector ──global batch [N, T]──▶ SyncFitLoop ──micro-batch──▶ policy.training_step (sum loss, valid count)
+       ──▶ SizeWeighted strategy (accumulate; divide once by the valid count) ──▶ optimizer step(s), then version v+1
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import lightning
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger, Logger
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+
+from vla_async.callbacks import Callback, Checkpoint, Progress, SuccessPlot
+from vla_async.envs.base import EnvFactory, EnvSpec
+from vla_async.interrupts import Interrupts
+from vla_async.loops.base import Loop
+from vla_async.loops.collect import CollectLoop, CollectReport
+from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
+from vla_async.loops.sft import SFTLoop
+from vla_async.loops.sync import SyncFitLoop
+from vla_async.policies.base import VLAPolicy
+from vla_async.rng import Split
+from vla_async.run_directory import RunDirectory, resolve_checkpoint
+from vla_async.state import TrainState, load_weights, read_checkpoint
+from vla_async.strategies import SizeWeightedSingleDeviceStrategy
+
+CallbackType = TypeVar("CallbackType", bound=Callback)
+
+
+class AsyncTrainer:
+    """Runs a policy through its loops: collect demonstrations, imitate them, improve by RL, evaluate.
+
+    Each call of ``fit``, ``sft``, ``validate``, ``test`` or ``collect`` makes a run directory ``<root_dir>/<name>/<time>/``.
+
+    Args:
+        fit_loop: how reinforcement learning runs.
+        sft_loop: how behaviour cloning runs.
+        evaluate_loop: how episodes are evaluated, for ``validate``, ``test`` and during training.
+        collect_loop: how demonstrations are collected.
+        max_steps: ``fit`` and ``sft`` end after this many steps (a step of ``fit`` is an update); -1 for no limit.
+        max_env_steps: ``fit`` ends with the update that reaches this many env steps; null for no limit.
+        val_every_n_steps: ``fit`` validates before its first step and after every n steps; 0 for never.
+        seed: root of all random streams of a run.
+        name: name of the run, the directory below ``root_dir``.
+        root_dir: directory of all runs.
+        init_from: checkpoint whose weights the policy starts from (a path, or ``last`` or ``best`` of this name).
+        accelerator: Fabric's accelerator: ``auto``, ``cpu``, ``cuda``.
+        device: index of the device, if the accelerator has several.
+        precision: Fabric's precision.
+        callbacks: in addition to Checkpoint, Progress and SuccessPlot, which are always there; an instance given here
+            takes the place of the default one.
+        loggers: in addition to metrics.csv, which is always written.
+    """
+
+    def __init__(
+        self,
+        fit_loop: Loop | None = None,
+        sft_loop: SFTLoop | None = None,
+        evaluate_loop: EvaluateLoop | None = None,
+        collect_loop: CollectLoop | None = None,
+        max_steps: int = -1,
+        max_env_steps: int | None = None,
+        val_every_n_steps: int = 0,
+        seed: int = 0,
+        name: str = "vla_async",
+        root_dir: Path = Path("runs"),
+        init_from: str | None = None,
+        accelerator: Literal["auto", "cpu", "cuda"] = "auto",
+        device: int = 0,
+        precision: Literal["32-true", "bf16-mixed"] = "32-true",
+        callbacks: list[Callback] | None = None,
+        loggers: list[Logger] | None = None,
+    ) -> None:
+        if max_steps < -1:
+            raise ValueError(f"trainer.max_steps={max_steps} must be -1 (no limit) or a number of steps")
+        if max_env_steps is not None and max_env_steps < 1:
+            raise ValueError(f"trainer.max_env_steps={max_env_steps} must be at least 1, or null for no limit")
+        if val_every_n_steps < 0:
+            raise ValueError(f"trainer.val_every_n_steps={val_every_n_steps} must be 0 (never) or a number of steps")
+        if not name or "/" in name or name.startswith("."):
+            raise ValueError(f"trainer.name={name!r} must be a plain directory name")
+        self.fit_loop, self.sft_loop = fit_loop or SyncFitLoop(), sft_loop or SFTLoop()
+        self.evaluate_loop, self.collect_loop = evaluate_loop or EvaluateLoop(), collect_loop or CollectLoop()
+        self.max_steps, self.max_env_steps, self.val_every_n_steps = max_steps, max_env_steps, val_every_n_steps
+        self.seed, self.name, self.root_dir, self.init_from = seed, name, Path(root_dir), init_from
+        self.accelerator, self.device, self.precision = _accelerator(accelerator), device, precision
+        self.callbacks: list[Callback] = [*(callbacks or [])]
+        for kind in (Checkpoint, SuccessPlot, Progress):
+            if not any(isinstance(callback, kind) for callback in self.callbacks):
+                self.callbacks.append(kind())
+        self.loggers = loggers or []
+        self.config_text: str | None = None
+        self.interrupts = Interrupts()
+
+    # ------------------------------------------------------------------ what users call
+
+    def fit(self, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None = None) -> None:
+        """Improve a policy by reinforcement learning.
+
+        Args:
+            policy: the policy, with its objective.
+            env: its envs.
+            ckpt_path: checkpoint to resume: a path, or ``last`` or ``best`` of this run's name.
+        """
+        self._train(self.fit_loop, policy, env, ckpt_path)
+
+    def sft(self, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None = None) -> None:
+        """Fine-tune a policy on demonstrations; arguments as in :meth:`fit`."""
+        self._train(self.sft_loop, policy, env, ckpt_path)
+
+    def validate(self, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None = None) -> EvaluationResult:
+        """Evaluate on the validation seeds, with the weights of ``ckpt_path`` (or of ``init_from``)."""
+        return self._evaluate("validate", policy, env, ckpt_path)
+
+    def test(self, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None = None) -> EvaluationResult:
+        """Evaluate on the test seeds, with the weights of ``ckpt_path`` (or of ``init_from``)."""
+        return self._evaluate("test", policy, env, ckpt_path)
+
+    def collect(self, policy: VLAPolicy | None, env: EnvFactory) -> CollectReport:
+        """Collect demonstrations with the scripted controller of ``collect_loop``; the policy is not used."""
+        env.check()
+        self._open_run("collect")
+        with self.interrupts:
+            return self.collect_loop.run(env, seed=self.seed)
+
+    # ------------------------------------------------------------------ what loops call
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the budget is spent."""
+        counters, fitting = self.state.counters, self.state.stage == "fit"
+        out_of_env_steps = fitting and self.max_env_steps is not None and counters.env_steps >= self.max_env_steps
+        return out_of_env_steps or (self.max_steps != -1 and counters.step >= self.max_steps)
+
+    def optimizer_step(self, max_grad_norm: float | None) -> None:
+        """Clip, step and clear the gradients; an interrupt waits until all of it is done."""
+        with self.interrupts.critical():
+            if max_grad_norm is not None:
+                self.fabric.clip_gradients(self.module, self.optimizer, max_norm=max_grad_norm, error_if_nonfinite=False)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.state.counters.optimizer_steps += 1
+
+    def end_step(self, metrics: Mapping[str, float]) -> None:
+        """Close a step that the loop has counted: schedule, validate if due, log, tell the callbacks."""
+        if self.state.scheduler is not None:
+            self.state.scheduler.step()
+        now, counters = time.perf_counter(), self.state.counters
+        counters.elapsed_s, self._clock = counters.elapsed_s + now - self._clock, now
+        merged = dict(metrics) | self._validate_if_due()
+        merged |= {"env_steps": counters.env_steps, "episodes": counters.episodes, "elapsed_s": counters.elapsed_s}
+        merged["lr"] = self.optimizer.param_groups[0]["lr"]
+        self.log(merged)
+        for callback in self.callbacks:
+            callback.on_step_end(self, merged)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Write metrics to all loggers, under the current step."""
+        self.fabric.log_dict(metrics, step=self.state.counters.step)
+
+    def save_checkpoint(self, name: str) -> Path:
+        """Write ``checkpoints/<name>.ckpt`` of this run."""
+        path = self.run.checkpoints / f"{name}.ckpt"
+        with self.interrupts.critical():
+            self.state.save(self.fabric, path)
+        return path
+
+    # ------------------------------------------------------------------ how a run is carried out
+
+    def _open_run(self, stage: str) -> None:
+        self.run = RunDirectory.create(self.root_dir, self.name)
+        csv = CSVLogger(root_dir=self.run.path, name="", version="", flush_logs_every_n_steps=1)
+        on = self.accelerator
+        strategy = SizeWeightedSingleDeviceStrategy(torch.device(on, self.device if on == "cuda" else None))
+        loggers: Sequence[Logger] = [csv, *self.loggers]
+        self.fabric = Fabric(accelerator=on, devices=1, strategy=strategy, precision=self.precision, loggers=loggers)
+        self.fabric.launch()
+        if self.config_text is not None:
+            (self.run.path / "config.yaml").write_text(self.config_text)
+        lightning.seed_everything(self.seed, verbose=False)
+
+    def _train(self, loop: Loop, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None) -> None:
+        self.policy, self.env = policy, env
+        resumed = None if ckpt_path is None else resolve_checkpoint(ckpt_path, self.root_dir, self.name)
+        start = None if resumed or self.init_from is None else resolve_checkpoint(self.init_from, self.root_dir, self.name)
+        env.check()
+        loop.check(self)
+        self._open_run(loop.stage)
+        with self.interrupts:
+            try:
+                self._set_up(loop.stage, loop.open(self), start)
+                if resumed is not None:
+                    self.state.load(resumed)
+                self._clock = time.perf_counter()
+                for callback in self.callbacks:
+                    callback.on_start(self)
+                if self.state.counters.step == 0 and (first := self._validate_if_due()):
+                    self.log(first)
+                loop.run(self)
+            except BaseException as error:
+                with self.interrupts.shielded():
+                    for callback in self.callbacks:
+                        callback.on_exception(self, error)
+                raise
+            finally:
+                with self.interrupts.shielded():
+                    self._wind_up(loop)
+
+    def _set_up(self, stage: str, spec: EnvSpec, weights: Path | None) -> None:
+        """Build the policy and its optimizer, on the device."""
+        self.policy.build(spec)
+        if weights is not None:
+            load_weights(self.policy, read_checkpoint(weights), weights)
+        configured: Any = self.policy.configure_optimizers()
+        scheduler = None
+        if isinstance(configured, dict):
+            configured, scheduler = configured["optimizer"], configured.get("lr_scheduler")
+        module, optimizer = self.fabric.setup(self.policy, configured)
+        module.mark_forward_method("imitation_step")
+        self.module: _FabricModule = module
+        self.optimizer: _FabricOptimizer = optimizer
+        self.state = TrainState(stage, self.policy, configured, scheduler)
+
+    def _wind_up(self, loop: Loop) -> None:
+        """Close whatever is open; each part is tried, whatever happens to the others."""
+        loop.close()
+        self.evaluate_loop.close()
+        for callback in self.callbacks:
+            callback.on_end(self)
+        for logger in self.fabric.loggers:
+            logger.finalize("success")
+
+    def _validate_if_due(self) -> dict[str, float]:
+        step, every = self.state.counters.step, self.val_every_n_steps
+        if self.state.stage != "fit" or not every or step % every:
+            return {}
+        started = time.perf_counter()
+        result = self._run_evaluation("validate", step)
+        self._clock += time.perf_counter() - started  # evaluation is not training time
+        return result.metrics()
+
+    def _run_evaluation(self, split: Split, version: int) -> EvaluationResult:
+        result = self.evaluate_loop.run(
+            self.policy, self.env, split, policy_version=version, videos=self.run.videos, autocast=self.fabric.autocast
+        )
+        for callback in self.callbacks:
+            callback.on_evaluation_end(self, result)
+        return result
+
+    def _evaluate(self, split: Split, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None) -> EvaluationResult:
+        self.policy, self.env = policy, env
+        source = ckpt_path or self.init_from
+        weights = None if source is None else resolve_checkpoint(source, self.root_dir, self.name)
+        env.check()
+        self._open_run(split)
+        with self.interrupts:
+            try:
+                self._set_up(split, self.evaluate_loop.open(env).spec, weights)
+                version = 0
+                if weights is not None:
+                    version = int(read_checkpoint(weights)["counters"]["step"])
+                result = self._run_evaluation(split, version)
+                self.log(result.metrics())
+                return result
+            finally:
+                with self.interrupts.shielded():
+                    self._wind_up(self.fit_loop)
+
+
+def _accelerator(wanted: str) -> str:
+    """``cpu`` or ``cuda``.
+
+    Raises:
+        ValueError: if CUDA is asked for where there is none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("trainer.accelerator='cuda', but torch sees no CUDA device; use cpu or auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
