@@ -60,7 +60,7 @@ class AsyncTrainer:
         sft_loop: how behaviour cloning runs.
         evaluate_loop: how episodes are evaluated, for ``validate``, ``test`` and during training.
         collect_loop: how demonstrations are collected.
-        max_steps: ``fit`` and ``sft`` end after this many steps (a step of ``fit`` is an update); -1 for no limit.
+        max_steps: ``fit`` ends after this many steps, that is updates; -1 for no limit. (``sft`` has its own.)
         max_env_steps: ``fit`` ends with the update that reaches this many env steps; null for no limit.
         val_every_n_steps: ``fit`` validates before its first step and after every n steps; 0 for never.
         seed: root of all random streams of a run.
@@ -150,9 +150,9 @@ class AsyncTrainer:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the budget is spent."""
-        counters, fitting = self.state.counters, self.state.stage == "fit"
-        out_of_env_steps = fitting and self.max_env_steps is not None and counters.env_steps >= self.max_env_steps
+        """Whether the budget of ``fit`` is spent."""
+        counters = self.state.counters
+        out_of_env_steps = self.max_env_steps is not None and counters.env_steps >= self.max_env_steps
         return out_of_env_steps or (self.max_steps != -1 and counters.step >= self.max_steps)
 
     def optimizer_step(self, max_grad_norm: float | None) -> None:

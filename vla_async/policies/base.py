@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,24 +12,9 @@ from torch import Tensor
 
 from vla_async import keys
 from vla_async.envs.base import EnvSpec
+from vla_async.objectives.base import Objective, StepOutput
 
-if TYPE_CHECKING:
-    from vla_async.objectives import PPO
-
-
-class StepOutput(NamedTuple):
-    """What one micro-batch gives back.
-
-    Attributes:
-        loss: scalar, the *sum* of the loss over the valid elements.
-        num_samples: how many elements are valid; the trainer divides by their total once per optimizer step.
-        metrics: name to (sum, count); the loop adds them up and logs sum / count once per step.
-    """
-
-    loss: Tensor
-    num_samples: int
-    metrics: Mapping[str, tuple[Tensor, Tensor | float]]
-
+__all__ = ["StepOutput", "VLAPolicy"]
 
 class VLAPolicy(LightningModule):
     """A Vision-Language-Action policy that reinforcement learning can train.
@@ -42,7 +26,7 @@ class VLAPolicy(LightningModule):
         objective: turns a batch of trajectories into a loss; None for a policy that is only evaluated or imitates.
     """
 
-    def __init__(self, objective: PPO | None = None) -> None:
+    def __init__(self, objective: Objective | None = None) -> None:
         super().__init__()
         self.objective = objective
         self.env_spec: EnvSpec | None = None
@@ -60,6 +44,13 @@ class VLAPolicy(LightningModule):
     @abstractmethod
     def tokenize(self, instruction: str) -> Tensor:
         """Turn an instruction into int64 ``[L]``, the same L for every instruction."""
+
+    def observe(self, frames: TensorDictBase) -> None:
+        """Look at all demonstrated frames once, before imitation starts: for normalisation statistics and the like.
+
+        Args:
+            frames: TensorDict ``[frames]`` with ``"observation"`` and ``"action"`` ``[frames, A]``.
+        """
 
     @abstractmethod
     def act(self, td: TensorDictBase) -> TensorDictBase:
@@ -118,6 +109,15 @@ class VLAPolicy(LightningModule):
         count = int(valid.sum()) * log_prob.shape[-1]
         loss = -log_prob.sum()
         return StepOutput(loss, count, {"sft/nll": (loss.detach(), count)})
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the env spec: the modules are built from it."""
+        checkpoint["env_spec"] = None if self.env_spec is None else self.env_spec.to_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Create the modules before ``load_from_checkpoint`` fills them."""
+        if checkpoint.get("env_spec") is not None:
+            self.build(EnvSpec.from_dict(checkpoint["env_spec"]))
 
 
 def _flatten(texts: Any) -> list[str]:

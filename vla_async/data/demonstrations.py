@@ -1,0 +1,167 @@
+"""Demonstrations on disk: a memory-mapped TensorDict of frames, and LeRobot-style metadata beside it.
+
+    <directory>/data/                 TensorDict [frames], memory-mapped: TensorDict.load_memmap reads it
+    <directory>/meta/info.json        env spec, number of episodes and frames, attempts made
+    <directory>/meta/episodes.jsonl   per episode: index, task, instruction, length, success, seed
+
+A frame is one env step: ``observation`` (what the action was decided on), ``action`` [A], ``episode_index``,
+``frame_index`` and ``next`` with ``reward``, ``done`` and ``success``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from vla_async import keys
+from vla_async.envs.base import EnvSpec
+from vla_async.policies.base import VLAPolicy
+
+FORMAT = "vla_async-demonstrations-1"
+
+
+@dataclass(frozen=True)
+class EpisodeInfo:
+    """What stands in episodes.jsonl about one episode."""
+
+    episode_index: int
+    task: str
+    instruction: str
+    length: int
+    success: bool
+    seed: int
+
+
+class DemonstrationWriter:
+    """Gathers episodes and writes them as one dataset, completely or not at all.
+
+    Args:
+        directory: where the dataset will stand.
+        spec: what the envs look like.
+        overwrite: replace a dataset that stands there.
+
+    Raises:
+        FileExistsError: if something stands there and ``overwrite`` is off, or if it is no dataset.
+    """
+
+    def __init__(self, directory: Path, spec: EnvSpec, overwrite: bool = False) -> None:
+        if directory.exists():
+            ours = (directory / "meta" / "info.json").is_file()
+            if not (overwrite and ours):
+                fix = "set collect_loop.overwrite to replace it" if ours else "it is no dataset of demonstrations"
+                raise FileExistsError(f"collect_loop.directory={str(directory)!r} exists already; {fix}, or choose another")
+        self.directory, self.spec = directory, spec
+        self._frames: list[TensorDict] = []
+        self._episodes: list[EpisodeInfo] = []
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    def add(self, frames: TensorDict, *, task: str, instruction: str, success: bool, seed: int) -> None:
+        """Add one episode, given as a TensorDict ``[length]`` with ``observation``, ``action`` and ``next``."""
+        index, length = len(self._episodes), len(frames)
+        frames.set("episode_index", torch.full((length,), index))
+        frames.set("frame_index", torch.arange(length))
+        self._frames.append(frames)
+        self._episodes.append(EpisodeInfo(index, task, instruction, length, success, seed))
+
+    def write(self, attempts: int) -> None:
+        """Write the dataset.
+
+        Args:
+            attempts: episodes that were tried to get these.
+
+        Raises:
+            RuntimeError: if there is nothing to write, or if the disk does not take it.
+        """
+        if not self._frames:
+            raise RuntimeError(f"none of {attempts} attempts succeeded, so there are no demonstrations to write")
+        unfinished = self.directory.with_name(self.directory.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            (unfinished / "meta").mkdir(parents=True)
+            frames: Any = torch.cat(self._frames)
+            frames.memmap(unfinished / "data")
+            lines = [json.dumps(asdict(episode)) for episode in self._episodes]
+            (unfinished / "meta" / "episodes.jsonl").write_text("\n".join(lines) + "\n")
+            info = {
+                "format": FORMAT,
+                "env_spec": self.spec.to_dict(),
+                "total_episodes": len(self._episodes),
+                "total_frames": len(frames),
+                "attempts": attempts,
+            }
+            (unfinished / "meta" / "info.json").write_text(json.dumps(info, indent=2) + "\n")
+            if self.directory.exists():
+                shutil.rmtree(self.directory)
+            unfinished.rename(self.directory)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise RuntimeError(f"the demonstrations could not be written to {self.directory}: {error}") from error
+
+
+class Demonstrations:
+    """A dataset of demonstrations, opened for imitation.
+
+    Args:
+        directory: a dataset that :class:`DemonstrationWriter` wrote.
+        chunk_size: H, the number of actions that one decision imitates.
+        max_episodes: use only the first so many; all by default.
+
+    Raises:
+        FileNotFoundError: if there is no dataset.
+        ValueError: if it has no episode, or its format is unknown.
+    """
+
+    def __init__(self, directory: Path, chunk_size: int, max_episodes: int | None = None) -> None:
+        if not (directory / "meta" / "info.json").is_file():
+            raise FileNotFoundError(
+                f"sft_loop.directory={str(directory)!r} holds no demonstrations; collect some with `vla-async collect`"
+            )
+        info = json.loads((directory / "meta" / "info.json").read_text())
+        if info.get("format") != FORMAT:
+            raise ValueError(f"{directory} has format {info.get('format')!r}, but {FORMAT!r} is expected")
+        lines = (directory / "meta" / "episodes.jsonl").read_text().splitlines()
+        self.episodes = [EpisodeInfo(**json.loads(line)) for line in lines][:max_episodes]
+        self.attempts: int = info["attempts"]
+        self.num_frames = sum(episode.length for episode in self.episodes)
+        recorded = EnvSpec.from_dict(info["env_spec"])
+        self.spec = EnvSpec(recorded.action_low, recorded.action_high, chunk_size, recorded.state_dim, recorded.images)
+        self.frames: TensorDictBase = TensorDict.load_memmap(directory / "data")[: self.num_frames]
+        ends = torch.tensor([episode.length for episode in self.episodes]).cumsum(0)
+        self._last: Tensor = ends[self.frames["episode_index"]] - 1  # [frames], index of the last frame of the episode
+
+    def decisions(self, indices: Tensor, tokens: Tensor) -> TensorDict:
+        """The decisions that start at some frames.
+
+        Args:
+            indices: int64 ``[B]``.
+            tokens: int64 ``[episodes, L]``, the tokens of each episode's instruction.
+
+        Returns:
+            TensorDict ``[B]`` with ``observation``, ``instruction_tokens``, ``("vla_action", "chunk")`` ``[B, H, A]`` and
+            ``action_is_pad`` ``[B, H]``; past the end of its episode a chunk repeats the last action, as padding.
+        """
+        steps = indices.unsqueeze(-1) + torch.arange(self.spec.chunk_size)
+        last = self._last[indices].unsqueeze(-1)
+        frames = self.frames[indices]
+        return TensorDict(
+            {
+                keys.OBSERVATION: frames[keys.OBSERVATION].clone(),
+                keys.INSTRUCTION_TOKENS: tokens[frames["episode_index"]],
+                keys.CHUNK: self.frames["action"][torch.minimum(steps, last)],
+                keys.ACTION_IS_PAD: steps > last,
+            },
+            batch_size=[len(indices)],
+        )
+
+    def tokens(self, policy: VLAPolicy) -> Tensor:
+        """int64 ``[episodes, L]``: each episode's instruction, as ``policy`` tokenizes it."""
+        return torch.stack([policy.tokenize(episode.instruction) for episode in self.episodes])
