@@ -45,7 +45,7 @@ class TrainState:
         stage: ``fit`` or ``sft``, which loop it belongs to.
         policy: the policy, with its objective.
         optimizer: its optimizer.
-        scheduler: its learning-rate scheduler, stepped once per step, or None.
+        scheduler: its learning-rate scheduler, stepped with every optimizer step, or None.
         counters: how far the run is.
         loop: state of the loop, as it stood when the last update ended.
     """

@@ -41,6 +41,7 @@ from vla_async.loops.collect import CollectLoop, CollectReport
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
 from vla_async.loops.sft import SFTLoop
 from vla_async.loops.sync import SyncFitLoop
+from vla_async.objectives.base import Objective
 from vla_async.policies.base import VLAPolicy
 from vla_async.rng import Split
 from vla_async.run_directory import RunDirectory, resolve_checkpoint
@@ -155,6 +156,12 @@ class AsyncTrainer:
         out_of_env_steps = self.max_env_steps is not None and counters.env_steps >= self.max_env_steps
         return out_of_env_steps or (self.max_steps != -1 and counters.step >= self.max_steps)
 
+    @property
+    def objective(self) -> Objective:
+        """The policy's objective, which the fit loop has made sure of."""
+        assert self.policy.objective is not None
+        return self.policy.objective
+
     def optimizer_step(self, max_grad_norm: float | None) -> None:
         """Clip, step and clear the gradients; an interrupt waits until all of it is done."""
         with self.interrupts.critical():
@@ -162,12 +169,12 @@ class AsyncTrainer:
                 self.fabric.clip_gradients(self.module, self.optimizer, max_norm=max_grad_norm, error_if_nonfinite=False)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if self.state.scheduler is not None:
+                self.state.scheduler.step()
             self.state.counters.optimizer_steps += 1
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
-        """Close a step that the loop has counted: schedule, validate if due, log, tell the callbacks."""
-        if self.state.scheduler is not None:
-            self.state.scheduler.step()
+        """Close a step that the loop has counted: validate if due, log, tell the callbacks."""
         now, counters = time.perf_counter(), self.state.counters
         counters.elapsed_s, self._clock = counters.elapsed_s + now - self._clock, now
         merged = dict(metrics) | self._validate_if_due()

@@ -106,7 +106,7 @@ class SyncFitLoop(Loop):
             trained = time.perf_counter()
             finished = collector.take_finished()
             env_steps = int(batch.get(keys.EXECUTED).sum())
-            metrics = meter.means() | rollout_metrics(finished)
+            metrics = trainer.objective.summarize(meter.means()) | rollout_metrics(finished)
             metrics |= {
                 "time/rollout_s": collected - started,
                 "time/train_s": trained - collected,
@@ -122,8 +122,7 @@ class SyncFitLoop(Loop):
 
     def _update(self, trainer: AsyncTrainer, batch: TensorDictBase) -> Meter:
         """One update: ``update_epochs`` passes, unless the objective ends it early."""
-        objective = trainer.policy.objective
-        assert objective is not None
+        objective = trainer.objective
         objective.prepare(batch)
         flat = batch.reshape(-1)
         size, meter = self.mini_batch_size or len(flat), Meter()
