@@ -16,6 +16,7 @@ from vla_async.objectives.base import Objective, StepOutput
 
 __all__ = ["StepOutput", "VLAPolicy"]
 
+
 class VLAPolicy(LightningModule):
     """A Vision-Language-Action policy that reinforcement learning can train.
 
@@ -123,5 +124,3 @@ class VLAPolicy(LightningModule):
 def _flatten(texts: Any) -> list[str]:
     """The strings of an arbitrarily nested list, in order."""
     return [texts] if isinstance(texts, str) else [text for part in texts for text in _flatten(part)]
-
-
