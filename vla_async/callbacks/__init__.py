@@ -1,0 +1,8 @@
+"""Callbacks: what looks on while a trainer works, and writes down what it sees."""
+
+from vla_async.callbacks.base import Callback
+from vla_async.callbacks.checkpoint import Checkpoint
+from vla_async.callbacks.progress import Progress
+from vla_async.callbacks.success_plot import SuccessPlot
+
+__all__ = ["Callback", "Checkpoint", "Progress", "SuccessPlot"]

@@ -1,0 +1,62 @@
+"""``Checkpoint``: keeps ``last`` and ``best`` of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vla_async.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from vla_async.loops.evaluate import EvaluationResult
+    from vla_async.trainer import AsyncTrainer
+
+
+class Checkpoint(Callback):
+    """Writes ``checkpoints/last.ckpt``, to resume from, and ``checkpoints/best.ckpt``, the best by validated success_once.
+
+    A run that ends with an error keeps the ``last`` that it had: its weights may be what broke it.
+
+    Args:
+        every_n_steps: write ``last`` after every n steps; 0 for only at the end.
+        save_last: write ``last`` when the run ends or is interrupted.
+        save_best: write ``best`` when a validation during ``fit`` is at least as good as all before; of equals the newest
+            is kept, which has trained the longest.
+    """
+
+    def __init__(self, every_n_steps: int = 0, save_last: bool = True, save_best: bool = True) -> None:
+        if every_n_steps < 0:
+            raise ValueError(f"checkpoint.every_n_steps={every_n_steps} must be 0 (only at the end) or a number of steps")
+        self.every_n_steps, self.save_last, self.save_best = every_n_steps, save_last, save_best
+        self._running, self._saved_step = False, -1
+
+    def on_start(self, trainer: AsyncTrainer) -> None:
+        self._running, self._saved_step = True, -1
+
+    def on_step_end(self, trainer: AsyncTrainer, metrics: Mapping[str, float]) -> None:
+        if self.every_n_steps and trainer.state.counters.step % self.every_n_steps == 0:
+            self._save(trainer)
+
+    def on_evaluation_end(self, trainer: AsyncTrainer, result: EvaluationResult) -> None:
+        if not self._running or trainer.state.stage != "fit":
+            return
+        success = result.success("success_once").rate
+        if success >= trainer.state.counters.best_success:
+            trainer.state.counters.best_success = success  # before it is saved, so that a run resumed from it knows
+            if self.save_best:
+                trainer.save_checkpoint("best")
+
+    def on_exception(self, trainer: AsyncTrainer, error: BaseException) -> None:
+        running, self._running = self._running, False
+        # an update that was cut short has its steps in the weights already, so what is saved is newer than `_saved_step`
+        if running and self.save_last and isinstance(error, KeyboardInterrupt):
+            self._save(trainer)
+
+    def on_end(self, trainer: AsyncTrainer) -> None:
+        running, self._running = self._running, False
+        if running and self.save_last and self._saved_step != trainer.state.counters.step:
+            self._save(trainer)
+
+    def _save(self, trainer: AsyncTrainer) -> None:
+        trainer.save_checkpoint("last")
+        self._saved_step = trainer.state.counters.step
