@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -61,13 +61,14 @@ class SimStep:
     """The result of one env step of all rows of a simulator.
 
     Attributes:
-        observation: by name (``"state"``, ``"image"``, other cameras), each ``[N, ...]``.
+        observation: by name (``"state"``, ``"image"``, other cameras), each ``[N, ...]``. A mapping may compute a leaf
+            when it is read, which happens before the next step or reset, or not at all.
         reward: float32 ``[N]``.
         success: bool ``[N]``, the task's success predicate after this env step.
         failure: bool ``[N]`` where the task was lost for good, or None if the task has no such state.
     """
 
-    observation: dict[str, Tensor]
+    observation: Mapping[str, Tensor]
     reward: Tensor
     success: Tensor
     failure: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -134,10 +135,10 @@ class ChunkedEnv(EnvBase):
         for step in range(self.chunk_size):
             if not active.any():
                 break
+            stepped = active
             result = self.simulator.step(chunk[:, step], active)
             step_rewards[:, step] = torch.where(active, result.reward, 0.0)
             executed[:, step] = active
-            self._keep(result.observation, active)
             self._elapsed += active
             self._success = torch.where(active, result.success, self._success)
             self._success_once |= active & result.success
@@ -146,7 +147,11 @@ class ChunkedEnv(EnvBase):
             if self.on_success == "terminate":
                 terminated |= active & result.success
             truncated |= active & (self._elapsed >= self.max_episode_steps) & ~terminated
-            active &= ~(terminated | truncated)
+            active = active & ~(terminated | truncated)
+            # Only what the next decision or the end of the episode will see is read: a picture may be costly
+            seen = stepped if step == self.chunk_size - 1 else stepped & ~active
+            if seen.any():
+                self._keep(result.observation, seen)
             if self.recording:
                 frames.append(self.simulator.render())
         if self.on_success == "finish_chunk":
@@ -155,7 +160,7 @@ class ChunkedEnv(EnvBase):
         success, success_once = self._success.clone(), self._success_once.clone()
         return ChunkStep(self._observation, step_rewards, executed, success, success_once, terminated, truncated, frames)
 
-    def _keep(self, observation: dict[str, Tensor], rows: Tensor) -> None:
+    def _keep(self, observation: Mapping[str, Tensor], rows: Tensor) -> None:
         """Take over the rows' part of an observation; the other rows keep the one they ended on."""
         if bool(rows.all()):
             self._observation = {name: value.clone() for name, value in observation.items()}
