@@ -1,0 +1,211 @@
+"""Look for the system libraries that the simulators load, and install what is missing where apt can.
+
+    python3 scripts/system_libraries.py           look, then install what is missing (root, or sudo without a password)
+    python3 scripts/system_libraries.py --check   only look
+
+Exit status 0 if everything is there, else 1 and a message that names what to install. Standard library only: it runs
+before the virtual environment exists.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from apt_sources import backports_source, main_archive
+from vulkan import vulkan_devices
+
+MESA_NEEDED = (24, 3)  # ManiSkill finds no rendering device on the software Vulkan driver of an older Mesa
+MESA_PACKAGE = "mesa-vulkan-drivers"
+BACKPORTS_FILE = Path("/etc/apt/sources.list.d/vla-async-backports.sources")
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared library and the packages that have it, the preferred name first."""
+
+    soname: str
+    packages: tuple[str, ...]
+
+
+LIBRARIES = (
+    Library("libvulkan.so.1", ("libvulkan1",)),
+    Library("libX11.so.6", ("libx11-6",)),
+    Library("libGL.so.1", ("libgl1",)),
+    Library("libEGL.so.1", ("libegl1",)),
+    Library("libOSMesa.so.8", ("libosmesa6",)),
+    Library("libgthread-2.0.so.0", ("libglib2.0-0t64", "libglib2.0-0")),
+)
+
+
+class SetupError(Exception):
+    """The libraries cannot be installed from here; the message says what the user has to do."""
+
+
+# ------------------------------------------------------------------------------------------------ what is there
+
+
+def loads(soname: str) -> bool:
+    """Whether the dynamic linker finds the library and all that it needs."""
+    try:
+        ctypes.CDLL(soname)
+    except OSError:
+        return False
+    return True
+
+
+def missing_libraries() -> list[Library]:
+    """The libraries that do not load."""
+    return [library for library in LIBRARIES if not loads(library.soname)]
+
+
+def vulkan_works() -> bool:
+    """Whether a device is there that ManiSkill can use: any GPU, or a Mesa that is new enough on the CPU."""
+    return any(
+        not device.is_cpu or version_of(device.driver.removeprefix("Mesa ")) >= MESA_NEEDED for device in vulkan_devices()
+    )
+
+
+# ------------------------------------------------------------------------------------------------ apt
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """``(25, 0)`` of a Debian version such as ``1:25.0.7-2~bpo12+1``; ``(0, 0)`` of ``(none)``."""
+    match = re.match(r"(?:\d+:)?(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def run(*command: str) -> str:
+    """The output of a command in the C locale."""
+    result = subprocess.run(command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, check=False)
+    return result.stdout
+
+
+def candidate(package: str) -> str:
+    """The version that apt would install, or an empty string."""
+    match = re.search(r"Candidate: (\S+)", run("apt-cache", "policy", package))
+    return "" if match is None or match[1] == "(none)" else match[1]
+
+
+def as_root() -> list[str]:
+    """The prefix that makes a command run as root.
+
+    Raises:
+        SetupError: if this user cannot become root without a password.
+    """
+    if os.geteuid() == 0:
+        return []
+    if shutil.which("sudo") and subprocess.run(["sudo", "-n", "true"], capture_output=True, check=False).returncode == 0:
+        return ["sudo", "-n"]
+    raise SetupError("they are installed as root, and this user has no sudo without a password")
+
+
+def apt_get(*arguments: str) -> None:
+    """Run apt-get as root without questions.
+
+    Raises:
+        SetupError: if it fails.
+    """
+    command = [
+        *as_root(),
+        "env",
+        "DEBIAN_FRONTEND=noninteractive",
+        "apt-get",
+        "-q",
+        "-o",
+        "DPkg::Lock::Timeout=300",
+        *arguments,
+    ]
+    print("+", " ".join(command), flush=True)
+    if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode != 0:
+        raise SetupError(f"`apt-get {' '.join(arguments)}` failed")
+
+
+# ------------------------------------------------------------------------------------------------ installing
+
+
+def install_libraries(libraries: list[Library]) -> None:
+    """Install the packages that have these libraries; one that no package of this release has is left out."""
+    packages = [next(filter(candidate, library.packages), None) for library in libraries]
+    wanted = sorted({package for package in packages if package})
+    if wanted:
+        apt_get("install", "-y", "--no-install-recommends", *wanted)
+
+
+def install_mesa() -> None:
+    """Install Mesa's Vulkan drivers, from Debian's backports if the release's own are too old.
+
+    Raises:
+        SetupError: if this release has no Mesa that is new enough.
+    """
+    install = ("install", "-y", "--no-install-recommends")
+    if version_of(candidate(MESA_PACKAGE)) >= MESA_NEEDED:
+        apt_get(*install, MESA_PACKAGE)
+        return
+    archive = main_archive(run("apt-get", "indextargets"))
+    if archive is None:
+        raise SetupError(f"the {MESA_PACKAGE} of this release is {candidate(MESA_PACKAGE) or 'missing'}, which is too old")
+    if not archive.has_backports:
+        print(f"+ write {BACKPORTS_FILE}", flush=True)
+        text = backports_source(archive, archive.sources_file.read_text(encoding="utf-8"))
+        subprocess.run(
+            [*as_root(), "tee", str(BACKPORTS_FILE)], input=text, text=True, stdout=subprocess.DEVNULL, check=True
+        )
+        apt_get("update")
+    apt_get(*install, "-t", archive.backports, MESA_PACKAGE)
+
+
+def report(libraries: list[Library], vulkan: bool, why: str) -> str:
+    """What is missing, why it was not installed, and what to install on Debian and Ubuntu."""
+    lines = ["The simulators need system libraries that this machine lacks:"]
+    lines += [f"  - {library.soname} (package {' or '.join(library.packages)})" for library in libraries]
+    if not vulkan:
+        needed = ".".join(map(str, MESA_NEEDED))
+        lines.append(f"  - a Vulkan driver: of a GPU, or Mesa's software driver from version {needed} on ({MESA_PACKAGE})")
+    lines += [f"Not installed by this script: {why}.", "Install them, then run the same command again:"]
+    packages = " ".join(library.packages[-1] for library in LIBRARIES)
+    lines += [
+        f"  Debian 13, Ubuntu 24.04 (with its updates) or newer:  sudo apt-get install {packages} {MESA_PACKAGE}",
+        f"  Debian 12:  sudo apt-get install {packages}",
+        f"              sudo apt-get install -t bookworm-backports {MESA_PACKAGE}  (bookworm-backports among apt's sources)",
+        "  Older releases: their Mesa is too old for software rendering; a GPU with its vendor's Vulkan driver works.",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Look, install if not told otherwise, and look again; returns the exit status."""
+    if platform.system() != "Linux":
+        print(f"system libraries are not looked for on {platform.system()}: see docs/install.md", file=sys.stderr)
+        return 0
+    libraries, vulkan, why = missing_libraries(), vulkan_works(), "it was only asked to look"
+    if vulkan and not libraries:
+        return 0
+    if "--check" not in arguments:
+        try:
+            if shutil.which("apt-get") is None:
+                raise SetupError("there is no apt-get here")
+            apt_get("update")
+            install_libraries(libraries)
+            if not vulkan_works():
+                install_mesa()
+            why = "apt's packages do not have them"
+        except SetupError as error:
+            why = str(error)
+        # A library that was missing a moment ago is looked for in a new process: the linker's answer may be remembered.
+        if subprocess.run([sys.executable, __file__, "--check"], capture_output=True, check=False).returncode == 0:
+            return 0
+        libraries, vulkan = missing_libraries(), vulkan_works()
+    print(report(libraries, vulkan, why), file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
