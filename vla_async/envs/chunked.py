@@ -76,6 +76,7 @@ class ChunkedEnv(EnvBase):
             raise ValueError(f"a simulator of {simulator.num_rows} rows needs is_batched=True")
         rows, on = simulator.num_rows, simulator.device
         super().__init__(batch_size=torch.Size([rows] if is_batched else []), device=None if on.type == "cpu" else on)
+        self.is_closed = False  # TorchRL takes an env for closed until it is told
         self.simulator, self.num_rows, self.chunk_size = simulator, rows, chunk_size
         self.max_episode_steps, self.on_success = max_episode_steps, on_success
         self.recording = False
