@@ -18,7 +18,7 @@ from vla_async.objectives.base import Objective, StepOutput
 if TYPE_CHECKING:
     from vla_async.policies.base import VLAPolicy
 
-_MOMENTS = ("ppo/error", "ppo/squared_error", "ppo/value_target", "ppo/squared_value_target")
+_MOMENTS = ("error", "squared_error", "value_target", "squared_value_target")
 
 
 @dataclass(kw_only=True)
@@ -109,32 +109,30 @@ class PPO(Objective):
         out = policy.evaluate(batch)
         if keys.VALUE not in out.keys():
             raise ValueError(f"PPO needs a critic, but {type(policy).__name__}.evaluate gives no {keys.VALUE!r}")
-        executed, advantage = batch[keys.EXECUTED], batch[keys.ADVANTAGE]
+        executed = batch[keys.EXECUTED]
         mask = losses.valid_elements(executed, batch[keys.LOG_PROB].shape[-1], self.level)
+        weight = mask.flatten(1).sum(1) if mask.ndim > 1 else mask.to(torch.int64)
+        old_value, target, advantage = (_used(batch[key], weight) for key in (keys.VALUE, keys.VALUE_TARGET, keys.ADVANTAGE))
         log_ratio = losses.reduce_to_level(out[keys.LOG_PROB] - batch[keys.LOG_PROB], executed, self.level)
         entropy = losses.reduce_to_level(out[keys.ENTROPY], executed, self.level).sum()
-        weight = mask.flatten(1).sum(1) if mask.ndim > 1 else mask
-        # `where` here too: what a decision without valid elements holds may be NaN
-        advantage = losses.per_decision(torch.where(weight > 0, advantage.squeeze(-1), 0.0), like=log_ratio)
+        advantage = losses.per_decision(advantage, like=log_ratio)
         surrogate = losses.clipped_surrogate(log_ratio, advantage, self.clip_low, self.clip_high)
         policy_loss = (surrogate * mask).sum()
-        value_loss = self._value_loss(out[keys.VALUE], batch, weight)
+        value = out[keys.VALUE].squeeze(-1)
+        value_loss = (losses.value_loss(value, old_value, target, self.value_clip, self.huber_delta) * weight).sum()
         loss = self.value_coef * value_loss
         if not self.warming_up:
             loss = loss + policy_loss - self.entropy_coef * entropy
-        count = int(mask.sum())
         sums = {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
         with torch.no_grad():
             clipped = losses.is_clipped(log_ratio, advantage, self.clip_low, self.clip_high) & mask
             sums |= {"approx_kl": losses.approx_kl(log_ratio).sum(), "clip_fraction": clipped.sum()}
             sums |= {"log_ratio": log_ratio.abs().sum(), "advantage": (advantage * mask).sum()}
-        metrics = {f"ppo/{name}": (value.detach(), float(count)) for name, value in sums.items()}
-        return StepOutput(loss, count, metrics | _moments(batch, weight))
-
-    def _value_loss(self, value: Tensor, batch: TensorDictBase, weight: Tensor) -> Tensor:
-        old_value, target = batch[keys.VALUE], batch[keys.VALUE_TARGET]
-        loss = losses.value_loss(value, old_value, target, self.value_clip, self.huber_delta).squeeze(-1)
-        return torch.where(weight > 0, loss * weight, 0.0).sum()
+            error = target - old_value
+            moments = zip(_MOMENTS, (error, error**2, target, target**2), strict=True)
+            sums |= {name: (moment * weight).sum() for name, moment in moments}
+        count = int(mask.sum())
+        return StepOutput(loss, count, {f"ppo/{name}": (total.detach(), float(count)) for name, total in sums.items()})
 
     def ends_update(self, means: Mapping[str, float]) -> bool:
         """Whether the policy has moved further than ``target_kl`` from the behaviour policy."""
@@ -142,8 +140,10 @@ class PPO(Objective):
 
     def summarize(self, means: Mapping[str, float]) -> dict[str, float]:
         """Replace the moments of the value error by the explained variance of the values used in the rollout."""
-        rest = {name: value for name, value in means.items() if name not in _MOMENTS or name == "ppo/value_target"}
-        return rest | {"ppo/explained_variance": losses.explained_variance(*[means[name] for name in _MOMENTS])}
+        moments = [means[f"ppo/{name}"] for name in _MOMENTS]
+        dropped = {f"ppo/{name}" for name in _MOMENTS} - {"ppo/value_target"}
+        rest = {name: value for name, value in means.items() if name not in dropped}
+        return rest | {"ppo/explained_variance": losses.explained_variance(*moments)}
 
     def end_update(self) -> None:
         """Count the update, and make its advantage statistics those of the next one."""
@@ -160,9 +160,6 @@ class PPO(Objective):
         self.normalizer.load_state_dict(state["normalizer"])
 
 
-def _moments(batch: TensorDictBase, weight: Tensor) -> dict[str, tuple[Tensor, Tensor | float]]:
-    """The four sums, by the names in ``_MOMENTS``, that the explained variance is made of."""
-    target = torch.where(weight > 0, batch[keys.VALUE_TARGET].squeeze(-1), 0.0)
-    error = target - torch.where(weight > 0, batch[keys.VALUE].squeeze(-1), 0.0)
-    values = (error, error**2, target, target**2)
-    return {name: ((value * weight).sum(), weight.sum()) for name, value in zip(_MOMENTS, values, strict=True)}
+def _used(values: Tensor, weight: Tensor) -> Tensor:
+    """``[B, 1]`` to ``[B]``, with zeros for decisions that do not count: what those hold may be NaN, and NaN * 0 is NaN."""
+    return torch.where(weight > 0, values.squeeze(-1), 0.0)

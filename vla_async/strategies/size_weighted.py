@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.fabric import wrappers
 from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor
@@ -32,7 +33,6 @@ class _SizeWeighted(Strategy):
         super().__init__(*args, **kwargs)
         self.grad_norm = float("nan")
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._in_backward = False
         self.reset()
 
     def reset(self) -> None:
@@ -55,9 +55,9 @@ class _SizeWeighted(Strategy):
         this = weakref.ref(self)
 
         def guard(_: Tensor) -> None:
-            # Fabric notices a raw loss.backward() only behind a wrapped forward, which a single device does without
+            # Lightning notices a raw loss.backward() only behind a wrapped forward, which a single device goes without
             strategy = this()
-            if strategy is not None and strategy._count > 0 and not strategy._in_backward:
+            if strategy is not None and strategy._count > 0 and not wrappers._in_fabric_backward:
                 raise RuntimeError(f"loss.backward() in the middle of an accumulation is not counted: {_HOW}")
 
         for parameter in _parameters(optimizer):
@@ -88,11 +88,7 @@ class _SizeWeighted(Strategy):
         if self._stepped:
             self.reset()
         self._check_gradients()
-        self._in_backward = True
-        try:
-            super().backward(tensor, module, *args, **kwargs)
-        finally:
-            self._in_backward = False
+        super().backward(tensor, module, *args, **kwargs)
         self._count += num_samples
         self._loss = self._loss + tensor.detach()
 
