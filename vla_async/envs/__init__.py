@@ -2,6 +2,7 @@
 
 from vla_async.envs.base import EnvFactory, EnvSpec, SimStep, Simulator
 from vla_async.envs.chunked import ChunkedEnv, ChunkStep
+from vla_async.envs.libero import LiberoEnvs
 from vla_async.envs.toy import ToyEnvs
 
-__all__ = ["ChunkStep", "ChunkedEnv", "EnvFactory", "EnvSpec", "SimStep", "Simulator", "ToyEnvs"]
+__all__ = ["ChunkStep", "ChunkedEnv", "EnvFactory", "EnvSpec", "LiberoEnvs", "SimStep", "Simulator", "ToyEnvs"]
