@@ -74,6 +74,15 @@ class Table:
             table.add_row(*map(Text, row))
         return table
 
+    def print(self) -> None:
+        """Print it on standard output; where that is no terminal, as wide as it is."""
+        from rich.console import Console
+
+        console = Console()
+        if not console.is_terminal:
+            console.width = 200
+        console.print(self.rich())
+
     def markdown(self) -> str:
         """The table for a README."""
         rule = [":---", *["---:"] * (len(self.header) - 1)]

@@ -1,0 +1,81 @@
+"""The console script ``vla-async``, also as ``python -m vla_async``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from vla_async import __version__
+from vla_async.refusals import ConfigError, check_command_line
+
+HELP = """usage: vla-async {fit,validate,test,sft,collect} --config FILE [--config FILE ...] [--SECTION.KEY VALUE ...]
+
+subcommands:
+  collect    let a scripted controller collect demonstrations
+  sft        fine-tune a policy on demonstrations
+  fit        improve a policy by reinforcement learning
+  validate   evaluate a policy on the validation seeds
+  test       evaluate a policy on the test seeds
+
+examples:
+  vla-async fit --config recipes/toy_ppo.yaml
+  vla-async fit --config recipes/toy_ppo.yaml --trainer.max_steps 10 --env.num_envs 2
+  vla-async fit --config recipes/toy_ppo.yaml --ckpt_path last       resume the newest run of this name
+  vla-async test --config recipes/toy_ppo.yaml --ckpt_path best
+  vla-async fit --config recipes/toy_ppo.yaml --print_config         show all settings, with their values
+
+more:
+  vla-async fit --help                        all settings
+  vla-async fit --model.help TinyVLAPolicy    the settings of a class
+  VLA_ASYNC_DEBUG=1 vla-async ...             errors with their traceback
+"""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        args: what follows the program's name; ``sys.argv`` by default.
+
+    Returns:
+        The exit code: 0, or 1 after an error, or 130 after Ctrl-C.
+    """
+    is_process = args is None
+    args = sys.argv[1:] if args is None else list(args)
+    if args and args[0] in ("-h", "--help", "--version"):
+        print(__version__ if args[0] == "--version" else HELP, end="\n" if args[0] == "--version" else "")
+        return 0
+    try:
+        check_command_line(args)
+        gc.disable()  # importing makes objects and no garbage, and looking for it takes a third of the time
+        from vla_async.cli import VLACLI
+
+        gc.freeze()
+        gc.enable()
+        VLACLI(args)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, RuntimeError, ArithmeticError, OSError, ImportError) as error:
+        if os.environ.get("VLA_ASYNC_DEBUG") or not is_ours(error):
+            raise
+        print(f"vla-async: {error}", file=sys.stderr)
+        if is_process and isinstance(error, ConfigError):
+            # nothing runs yet, and taking all that was imported apart again takes longer than finding the mistake did
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        return 1
+    return 0
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether this library raised the error itself, with a message for the user, and it is no accident inside another."""
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return str(innermost.f_globals.get("__name__")).partition(".")[0] == "vla_async"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
