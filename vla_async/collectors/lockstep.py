@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -13,87 +12,11 @@ from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_async import keys
+from vla_async.collectors.episodes import Episode, EpisodeTracker
 from vla_async.collectors.pool import EnvPool
+from vla_async.collectors.view import PolicyView
 from vla_async.policies.base import VLAPolicy
 from vla_async.rng import episode_seed, fold
-
-
-@dataclass(frozen=True)
-class Episode:
-    """One finished episode.
-
-    Attributes:
-        task: its task name.
-        seed: the seed that fixed its initial state.
-        success_once: success at any env step.
-        success_at_end: success after its last env step.
-        episode_return: undiscounted sum of the rewards of all executed env steps.
-        env_steps: its length.
-    """
-
-    task: str
-    seed: int
-    success_once: bool
-    success_at_end: bool
-    episode_return: float
-    env_steps: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def check_finite(chunk: Tensor, pool: EnvPool) -> None:
-    """Refuse actions that are not finite, naming what the policy had been given.
-
-    Raises:
-        FloatingPointError: names the env and its instruction.
-    """
-    bad = (~torch.isfinite(chunk)).flatten(1).any(-1)
-    if bool(bad.any()):
-        row = int(torch.nonzero(bad)[0])
-        seen = {name: bool(torch.isfinite(leaf[row].float()).all()) for name, leaf in pool.rows.observation.items()}
-        raise FloatingPointError(
-            f"the policy's action for env {row} ({pool.tasks[row]!r}, instruction {pool.instructions[row]!r}) is not finite; "
-            f"its observation was finite: {seen}"
-        )
-
-
-class EpisodeTracker:
-    """Adds up the running episode of each row of a pool and hands out those that ended."""
-
-    def __init__(self, pool: EnvPool) -> None:
-        self.pool = pool
-        self.returns = torch.zeros(pool.num_envs, dtype=torch.float64)
-        self.lengths = torch.zeros(pool.num_envs, dtype=torch.int64)
-
-    def clear(self, rows: Tensor) -> None:
-        """Forget the running episodes of ``rows`` (bool ``[N]``)."""
-        self.returns.masked_fill_(rows, 0.0)
-        self.lengths.masked_fill_(rows, 0)
-
-    def after_step(self, tasks: list[str], seeds: Tensor) -> dict[int, Episode]:
-        """Account for a decision that the pool has just executed; returns the ended episodes by row.
-
-        Args:
-            tasks: task of each row before the decision (a reset may have changed it since).
-            seeds: int64 ``[N]``, seed of the episode that each row was in.
-        """
-        rows = self.pool.rows
-        self.returns += torch.where(rows.active, rows.step_rewards.sum(-1), 0.0)
-        self.lengths += torch.where(rows.active, rows.executed.sum(-1), 0)
-        done = (rows.terminated | rows.truncated) & rows.active
-        ended = {}
-        for row in torch.nonzero(done).flatten().tolist():
-            ended[row] = Episode(
-                task=tasks[row],
-                seed=int(seeds[row]),
-                success_once=bool(rows.success_once[row]),
-                success_at_end=bool(rows.success[row]),
-                episode_return=float(self.returns[row]),
-                env_steps=int(self.lengths[row]),
-            )
-        self.clear(done)
-        return ended
 
 
 class LockstepCollector:
@@ -120,7 +43,7 @@ class LockstepCollector:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.pool, self.policy, self.decisions_per_env, self.autocast = pool, policy, decisions_per_env, autocast
-        self.tracker = EpisodeTracker(pool)
+        self.tracker, self.view = EpisodeTracker(pool), PolicyView(pool, policy)
         self.finished: list[Episode] = []
         self._num, self._seed = pool.num_envs, seed
         self._request_base = torch.tensor([fold(seed, "policy", row) for row in range(self._num)])
@@ -128,12 +51,7 @@ class LockstepCollector:
         self._episodes = torch.zeros(self._num, dtype=torch.int64)
         self._seeds = torch.zeros(self._num, dtype=torch.int64)
         self._history: list[list[Tensor]] = [[] for _ in range(self._num)]
-        self._tokens: dict[str, Tensor] = {}
         self._started = False
-
-    @property
-    def device(self) -> torch.device:
-        return self.policy.device
 
     def _next_seeds(self) -> Tensor:
         counts = self._episodes.tolist()
@@ -145,19 +63,6 @@ class LockstepCollector:
         self._episodes += 1
         self.pool.reset(everyone, self._seeds)
         self._started = True
-
-    def _see(self, observation: dict[str, Tensor]) -> TensorDict:
-        """What the policy reads, on its device: a copy, since the rows are written to again."""
-        for text in set(self.pool.instructions) - self._tokens.keys():
-            self._tokens[text] = self.policy.tokenize(text)
-        tokens = torch.stack([self._tokens[text] for text in self.pool.instructions])
-        leaves = {name: leaf.clone() for name, leaf in observation.items()}
-        source = {
-            keys.OBSERVATION: TensorDict(leaves, batch_size=[self._num]),
-            keys.INSTRUCTION_TOKENS: tokens,
-            keys.REQUEST_KEY: (self._request_base + self._decisions).unsqueeze(-1),
-        }
-        return TensorDict(source, batch_size=[self._num]).to(self.device, non_blocking=True)
 
     @torch.no_grad()
     def collect(self, policy_version: int) -> TensorDictBase:
@@ -181,13 +86,15 @@ class LockstepCollector:
         return batch
 
     def _decide(self, policy_version: int) -> TensorDict:
-        td = self.policy.act(self._see(self.pool.rows.observation))
+        # a reset inside the step puts the next episode's instruction and task into the pool
+        instructions, tasks = list(self.pool.instructions), list(self.pool.tasks)
+        request_keys = self._request_base + self._decisions
+        td = self.policy.act(self.view.see(self.pool.rows.observation, instructions, request_keys))
         td.set(keys.POLICY_VERSION, torch.full((self._num, 1), policy_version, device=td.device))
-        chunk = td.get(keys.CHUNK).float().cpu()
-        check_finite(chunk, self.pool)
-        self._decisions += 1
-        tasks, seeds, following = list(self.pool.tasks), self._seeds, self._next_seeds()
+        chunk = self.view.chunk(td)
+        seeds, following = self._seeds, self._next_seeds()
         self.pool.step(chunk, next_seeds=following)
+        self._decisions += 1
         ended = self.tracker.after_step(tasks, seeds)
         rows, done = self.pool.rows, self.pool.rows.terminated | self.pool.rows.truncated
         for row in range(self._num):
@@ -198,7 +105,8 @@ class LockstepCollector:
         td.set("next", self._outcome(done).to(td.device, non_blocking=True))
         cut = rows.truncated & ~rows.terminated
         if keys.VALUE in td.keys() and bool(cut.any()):
-            final = self.policy.act(self._see(rows.final_observation)).get(keys.VALUE)
+            seen = self.view.see(rows.final_observation, instructions, request_keys)
+            final = self.policy.act(seen).get(keys.VALUE)
             td.set(keys.NEXT_VALUE, torch.where(cut.unsqueeze(-1).to(td.device), final, 0.0))
         elif keys.VALUE in td.keys():
             td.set(keys.NEXT_VALUE, torch.zeros_like(td.get(keys.VALUE)))
@@ -218,7 +126,8 @@ class LockstepCollector:
 
     def _bootstrap(self, batch: TensorDictBase) -> None:
         """Complete V of the next state where the episode went on: it is the next decision's own value."""
-        last = self.policy.act(self._see(self.pool.rows.observation)).get(keys.VALUE)
+        seen = self.view.see(self.pool.rows.observation, self.pool.instructions, self._request_base + self._decisions)
+        last = self.policy.act(seen).get(keys.VALUE)
         following = torch.cat([batch.get(keys.VALUE)[:, 1:], last.unsqueeze(1)], dim=1)
         batch.set(keys.NEXT_VALUE, torch.where(batch.get(keys.DONE), batch.get(keys.NEXT_VALUE), following))
 
@@ -230,7 +139,8 @@ class LockstepCollector:
     def state_dict(self) -> dict[str, Any]:
         """Counters, and what leads to the running episodes: their seeds and the chunks executed so far."""
         history = [torch.stack(chunks) if chunks else torch.zeros(0) for chunks in self._history]
-        return {"decisions": self._decisions, "episodes": self._episodes.clone(), "seeds": self._seeds.clone(), "history": history}
+        counts = {"decisions": self._decisions, "episodes": self._episodes.clone(), "seeds": self._seeds.clone()}
+        return counts | {"history": history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the envs back where they were, by replaying the running episodes from their seeds.
@@ -259,4 +169,7 @@ class LockstepCollector:
             chunk[row] = self._history[row][decision]
         self.pool.step(chunk, active=behind)
         if ended := self.tracker.after_step(self.pool.tasks, self._seeds):
-            raise RuntimeError(f"env {min(ended)} ended its episode while it was replayed: the simulator is not deterministic")
+            raise RuntimeError(
+                f"env {min(ended)} ended its episode while it was replayed: its settings have changed since the checkpoint "
+                "was written, or its simulator is not deterministic; start from the weights alone with trainer.init_from"
+            )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.connection
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -46,6 +49,9 @@ def _context() -> Any:
 class EnvPool:
     """N envs in worker processes, with one row of shared memory each. Use it as a context manager, or call ``close``.
 
+    An error, or an interrupt, in the middle of a command leaves the envs in an unknown state: the pool then refuses
+    further commands and can only be closed.
+
     Args:
         factory: what to build. Env ``i`` of the pool is ``factory.make(indices[i])``.
         indices: which envs of the factory; all of them by default. Ignored by a batched factory.
@@ -68,6 +74,9 @@ class EnvPool:
     ) -> None:
         self.timeout_s = timeout_s
         self._links: list[_Link] = []
+        self._state = "starting"
+        # a pool that nobody closed ends its workers when it is forgotten, or before Python would wait for them at exit
+        Finalize(self, _end_workers, args=(self._links, 0.5), exitpriority=0)
         chosen = [0] if factory.is_batched else list(range(factory.num_envs) if indices is None else indices)
         context = _context()
         try:
@@ -95,8 +104,10 @@ class EnvPool:
         self.num_envs = start
         self.rows = Rows.allocate(start, self.spec)
         self.instructions, self.tasks = [""] * start, [""] * start
+        self._record = torch.zeros(start, dtype=torch.bool)
         for link in self._links:
             link.connection.send(self.rows.part(link.rows))
+        self._state = "ready"
 
     def reset(self, mask: Tensor, seeds: Tensor, record: Tensor | None = None) -> None:
         """Start an episode in the envs of ``mask``; ``rows.observation`` then holds what they see.
@@ -104,12 +115,13 @@ class EnvPool:
         Args:
             mask: bool ``[N]``.
             seeds: int64 ``[N]``.
-            record: bool ``[N]``, the envs that take pictures until their next explicit reset.
+            record: bool ``[N]``, the envs of ``mask`` that take pictures until their next explicit reset; none by default.
+                Of a batch of envs only the first can.
         """
         self.rows.active.copy_(mask)
         self.rows.seeds.copy_(seeds)
-        flags = torch.zeros(self.num_envs, dtype=torch.bool) if record is None else record
-        self._command(lambda link: ("reset", bool(flags[link.rows.start])))
+        self._record = torch.where(mask, False if record is None else record, self._record)
+        self._command(lambda link: ("reset", bool(self._record[link.rows.start])))
 
     def step(self, chunk: Tensor, active: Tensor | None = None, next_seeds: Tensor | None = None) -> dict[int, list[Tensor]]:
         """Execute one decision of every active env. What happened stands in ``rows``.
@@ -128,10 +140,14 @@ class EnvPool:
         if next_seeds is not None:
             self.rows.seeds.copy_(next_seeds)
         replies = self._command(lambda link: ("step",))
-        return {self._links[position].rows.start: reply.frames for position, reply in replies.items() if reply.frames}
+        pictured = {self._links[position].rows.start: reply.frames for position, reply in replies.items() if reply.frames}
+        return {row: [torch.from_numpy(frame) for frame in frames] for row, frames in pictured.items()}
 
     def _command(self, message: Callable[[_Link], tuple[Any, ...]]) -> dict[int, Reply]:
         """Send a command to the workers with an active env, wait for all of them, and note the episodes they started."""
+        if self._state != "ready":
+            raise WorkerError(f"this pool is {self._state}; make a new one")
+        self._state = "out of step with its workers, because an earlier command was cut short"
         active = self.rows.active.tolist()
         called = [position for position, link in enumerate(self._links) if any(active[link.rows])]
         for position in called:
@@ -145,6 +161,7 @@ class EnvPool:
             for row, (instruction, task) in reply.episodes.items():
                 self.instructions[self._links[position].rows.start + row] = instruction
                 self.tasks[self._links[position].rows.start + row] = task
+        self._state = "ready"
         return replies
 
     def _gather(self, kind: type[T], positions: Sequence[int]) -> dict[int, T]:
@@ -156,7 +173,8 @@ class EnvPool:
             answered = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not answered:
                 names = ", ".join(self._links[position].name for position in waiting.values())
-                raise WorkerError(f"no answer within {self.timeout_s:g} s from {names}; raise timeout_s if the env is that slow")
+                fix = "raise timeout_s if the env is that slow"
+                raise WorkerError(f"no answer within {self.timeout_s:g} s from {names}; {fix}")
             for connection in cast(list[Connection], answered):
                 position = waiting.pop(connection)
                 link = self._links[position]
@@ -172,26 +190,39 @@ class EnvPool:
 
     def _lost(self, link: _Link) -> WorkerError:
         link.process.join(1.0)
-        return WorkerError(f"{link.name} (pid {link.process.pid}) died with exit code {link.process.exitcode}")
+        code = link.process.exitcode
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            how += ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+        else:
+            how = f"ended by itself (exit code {code}); what it printed says more"
+            if self._state == "starting":
+                how += "; a script that starts envs must do so under `if __name__ == '__main__':`"
+        return WorkerError(f"{link.name} (pid {link.process.pid}) {how}")
 
     def close(self, grace_s: float = 2.0) -> None:
         """End all workers: ask, then after ``grace_s`` seconds kill. Harmless if called again."""
-        for link in self._links:
-            try:
-                link.connection.send(None)
-            except OSError:
-                pass  # already dead
-        deadline = time.monotonic() + grace_s
-        for link in self._links:
-            link.process.join(max(0.0, deadline - time.monotonic()))
-            if link.process.is_alive():
-                link.process.kill()
-                link.process.join()
-            link.connection.close()
-        self._links = []
+        self._state = "closed"
+        _end_workers(self._links, grace_s)
 
     def __enter__(self) -> EnvPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(grace_s=0.5 if error is not None else 2.0)
+
+
+def _end_workers(links: list[_Link], grace_s: float) -> None:
+    for link in links:
+        with contextlib.suppress(OSError):  # it has ended already
+            link.connection.send(None)
+    deadline = time.monotonic() + grace_s
+    while links:
+        link = links[-1]
+        link.process.join(max(0.0, deadline - time.monotonic()))
+        if link.process.is_alive():
+            link.process.kill()
+            link.process.join()
+        links.pop()
+        link.process.close()
+        link.connection.close()

@@ -6,15 +6,20 @@ the reply carries the few things that are no tensors (instructions, task names, 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import traceback
 import warnings
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vla_async.envs.base import EnvFactory, EnvSpec
@@ -61,7 +66,8 @@ class Rows:
         """Zeroed rows in shared memory, freed with the last process that maps them."""
 
         def shared(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
-            return torch.zeros(num_rows, *shape, dtype=dtype).share_memory_()
+            rows: Tensor = torch.zeros(num_rows, *shape, dtype=dtype).share_memory_()
+            return rows
 
         def observation() -> dict[str, Tensor]:
             leaves = {name: shared(*shape, dtype=torch.uint8) for name, shape in spec.images.items()}
@@ -105,12 +111,13 @@ class Reply:
 
     Attributes:
         episodes: row within the worker to (instruction, task), for the rows that started an episode.
-        frames: uint8 ``[H, W, 3]`` pictures of row 0, one per executed env step, if the env records.
+        frames: uint8 ``[H, W, 3]`` pictures of row 0, one per executed env step, if the env records. Arrays, because a
+            tensor would travel as an open file of its own, and an episode has more pictures than a process may have files.
         error: the worker's own traceback.
     """
 
     episodes: dict[int, tuple[str, str]] = field(default_factory=dict)
-    frames: list[Tensor] = field(default_factory=list)
+    frames: list[NDArray[np.uint8]] = field(default_factory=list)
     error: str | None = None
 
 
@@ -139,7 +146,8 @@ class _Worker:
         self._write_flags(result)
         ended = (rows.terminated | rows.truncated) & rows.active & rows.reset_after
         reply = self.reset(ended) if bool(ended.any()) else Reply()
-        reply.frames = [frame.cpu() for frame in result.frames]
+        # a batch goes on while any of its rows does, and so do its pictures
+        reply.frames = [frame.cpu().numpy() for frame in result.frames[: int(result.executed[0].sum())]]
         return reply
 
     def _write_flags(self, result: ChunkStep) -> None:
@@ -152,6 +160,28 @@ class _Worker:
             leaf.copy_(source[name])
 
 
+class _Reporting:
+    """Tells the pool of any error inside the block, by its traceback, and ends the worker."""
+
+    def __init__(self, link: Connection) -> None:
+        self.link = link
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.link.send(Reply(error="".join(traceback.format_exception(error))))
+            raise SystemExit(1) from None
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this process with its parent: a worker that hangs would not notice that its pool is gone."""
+    if sys.platform == "linux":
+        parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+
+
 def run_worker(
     link: Connection, factory: EnvFactory, index: int, render: bool, controller: ScriptedController | None
 ) -> None:
@@ -159,30 +189,31 @@ def run_worker(
 
     Commands are ``("reset", record)`` and ``("step",)``; ``None`` ends the worker.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when a worker ends, also on Ctrl-C
+    _die_with_parent()
+    # the pool decides when a worker ends, also on Ctrl-C and where a scheduler signals all processes of a job at once
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     try:
-        env = factory.make(index, render)
-    except BaseException:
-        link.send(Reply(error=traceback.format_exc()))
-        raise SystemExit(1) from None
-    try:
-        link.send(Ready(env.env_spec, env.num_rows))
-        worker = _Worker(env, link.recv(), controller)
-        while (command := link.recv()) is not None:
-            try:
-                if command[0] == "reset":
-                    env.recording = command[1]
-                    reply = worker.reset(worker.rows.active)
-                else:
-                    reply = worker.step()
-            except BaseException:
-                link.send(Reply(error=traceback.format_exc()))
-                raise SystemExit(1) from None
-            link.send(reply)
+        with _Reporting(link):
+            env = factory.make(index, render)
+            link.send(Ready(env.env_spec, env.num_rows))
+        try:
+            _serve(link, _Worker(env, link.recv(), controller))
+        finally:
+            env.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the pool is gone, so nobody is left to tell
-    finally:
-        env.close()
+
+
+def _serve(link: Connection, worker: _Worker) -> None:
+    while (command := link.recv()) is not None:
+        with _Reporting(link):
+            if command[0] == "reset":
+                worker.env.recording = command[1]
+                reply = worker.reset(worker.rows.active)
+            else:
+                reply = worker.step()
+        link.send(reply)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Literal
+from typing import Any, Literal
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from vla_async import keys
-from vla_async.collectors.lockstep import Episode, EpisodeTracker, check_finite
+from vla_async.collectors.episodes import Episode, EpisodeTracker
 from vla_async.collectors.pool import EnvPool
+from vla_async.collectors.view import PolicyView
 from vla_async.envs.base import EnvFactory, OnSuccess
 from vla_async.monitor.metrics import SuccessRate, mean
+from vla_async.monitor.video import VideoRecorder
 from vla_async.policies.base import VLAPolicy
 from vla_async.rng import Split, evaluation_seed, fold
+
+SuccessKind = Literal["success_once", "success_at_end"]
 
 
 @dataclass
@@ -39,7 +41,7 @@ class EvaluationResult:
     episodes: list[Episode]
     videos: list[Path] = field(default_factory=list)
 
-    def success(self, kind: Literal["success_once", "success_at_end"] = "success_once", task: str | None = None) -> SuccessRate:
+    def success(self, kind: SuccessKind = "success_once", task: str | None = None) -> SuccessRate:
         """The success rate over all episodes, or over those of one task."""
         chosen = [episode for episode in self.episodes if task in (None, episode.task)]
         return SuccessRate(sum(getattr(episode, kind) for episode in chosen), len(chosen))
@@ -53,8 +55,9 @@ class EvaluationResult:
         out: dict[str, float] = {}
         for task in [None, *(self.tasks if len(self.tasks) > 1 else [])]:
             suffix = "" if task is None else f"/{task}"
-            for kind in ("success_once", "success_at_end"):
-                rate = self.success(kind, task)  # type: ignore[arg-type]
+            kinds: tuple[SuccessKind, ...] = ("success_once", "success_at_end")
+            for kind in kinds:
+                rate = self.success(kind, task)
                 out[f"{self.split}/{kind}{suffix}"] = rate.rate
                 out[f"{self.split}/{kind}_low{suffix}"], out[f"{self.split}/{kind}_high{suffix}"] = rate.interval
             out[f"{self.split}/episodes{suffix}"] = rate.n
@@ -107,27 +110,42 @@ class EvaluateLoop:
         self._pool: EnvPool | None = None
         self._key: Any = None
 
-    def open(self, factory: EnvFactory, indices: Sequence[int] | None = None) -> EnvPool:
-        """The evaluation envs ``indices`` of ``factory``; those that are open already if they are the same."""
-        count = self.num_envs or factory.num_envs
-        on_success = factory.on_success if self.on_success is None else self.on_success
-        adapted = dataclasses.replace(factory, num_envs=count, on_success=on_success)
-        chosen = list(next(self._waves(adapted)) if indices is None else indices)
-        if self._pool is None or self._key != (adapted, chosen):
-            self.close()
-            first_of_task = range(min(len(chosen), len(factory.task_names))) if self.num_videos else []
-            self._pool = EnvPool(adapted, indices=chosen, render=list(first_of_task), timeout_s=self.timeout_s)
-            self._key = (adapted, chosen)
-        return self._pool
+    def open(self, factory: EnvFactory) -> EnvPool:
+        """The evaluation envs of ``factory``, of its first tasks if there are fewer envs than tasks.
+
+        Envs that are open already are kept if they are the same.
+
+        Raises:
+            ValueError: if a batched factory has fewer envs than tasks.
+            WorkerError: if an env cannot be built.
+        """
+        return self._open(factory, next(self._waves(factory)))
 
     def _waves(self, factory: EnvFactory) -> Iterator[list[int]]:
-        """Env indices that run together: all tasks at once if there are enough envs, else one group of tasks after another."""
-        tasks, count = len(factory.task_names), factory.num_envs
-        if factory.is_batched or count >= tasks:
+        """Env indices that run together: all tasks at once if there are envs for them, else one group after another."""
+        count, tasks = self.num_envs or factory.num_envs, len(factory.task_names)
+        if factory.is_batched:
+            if count < tasks:
+                fix = f"set evaluate_loop.num_envs to at least {tasks}"
+                raise ValueError(f"{count} envs in one batch cannot run {tasks} tasks; {fix}")
             yield list(range(count))
+        elif count >= tasks:
+            yield list(range(min(count, tasks * self.num_episodes)))  # more would have nothing to do
         else:
             for start in range(0, tasks, count):
                 yield list(range(start, min(start + count, tasks)))
+
+    def _open(self, factory: EnvFactory, indices: list[int]) -> EnvPool:
+        on_success = factory.on_success if self.on_success is None else self.on_success
+        # env i runs task i % tasks, so there must be as many as there are tasks, although not all of them at once
+        count = max(self.num_envs or factory.num_envs, len(factory.task_names))
+        adapted = dataclasses.replace(factory, num_envs=count, on_success=on_success)
+        if self._pool is None or self._key != (adapted, indices):
+            self.close()
+            first_of_task = range(min(len(indices), len(factory.task_names))) if self.num_videos else []
+            self._pool = EnvPool(adapted, indices=indices, render=list(first_of_task), timeout_s=self.timeout_s)
+            self._key = (adapted, indices)
+        return self._pool
 
     @torch.no_grad()
     def run(
@@ -151,21 +169,32 @@ class EvaluateLoop:
             autocast: makes the context in which the policy acts.
 
         Raises:
+            ValueError: if a batched factory has fewer envs than tasks.
             WorkerError: if an env fails.
+            FloatingPointError: if the policy's action is not finite.
         """
-        count = self.num_envs or factory.num_envs
-        result = EvaluationResult(split, policy_version, [])
         mode = ExplorationType.DETERMINISTIC if self.deterministic else ExplorationType.RANDOM
         was_training = policy.training
         policy.eval()
-        with set_exploration_type(mode), autocast():
-            for wave in self._waves(dataclasses.replace(factory, num_envs=count)):
-                pool = self.open(factory, wave)
-                part = _Evaluation(pool, policy, split, self.num_episodes, self.num_videos if videos else 0, videos, policy_version)
-                part.run()
-                result.episodes += [part.episodes[key] for key in sorted(part.episodes)]
-                result.videos += part.files
-        policy.train(was_training)
+        try:
+            with set_exploration_type(mode), autocast():
+                return self._run(policy, factory, split, policy_version, videos)
+        except BaseException:
+            self.close()  # envs that were left in the middle of a command
+            raise
+        finally:
+            policy.train(was_training)
+
+    def _run(
+        self, policy: VLAPolicy, factory: EnvFactory, split: Split, version: int, videos: Path | None
+    ) -> EvaluationResult:
+        result = EvaluationResult(split, version, [])
+        for wave in self._waves(factory):
+            recorder = VideoRecorder(videos, f"{split}_{version:06d}", self.num_videos)
+            part = _Evaluation(self._open(factory, wave), policy, split, self.num_episodes, recorder)
+            part.run()
+            result.episodes += [part.episodes[key] for key in sorted(part.episodes)]
+            result.videos += recorder.files
         return result
 
     def close(self) -> None:
@@ -178,16 +207,10 @@ class EvaluateLoop:
 class _Evaluation:
     """One wave: the envs of a pool share the episodes of their tasks."""
 
-    def __init__(
-        self, pool: EnvPool, policy: VLAPolicy, split: Split, count: int, num_videos: int, videos: Path | None, version: int
-    ) -> None:
-        self.pool, self.policy, self.split, self.version = pool, policy, split, version
-        self.videos, self.files = videos, list[Path]()
+    def __init__(self, pool: EnvPool, policy: VLAPolicy, split: Split, count: int, recorder: VideoRecorder) -> None:
+        self.pool, self.policy, self.split, self.count, self.recorder = pool, policy, split, count, recorder
         self.episodes: dict[tuple[int, int], Episode] = {}
-        self._tracker = EpisodeTracker(pool)
-        self._frames: dict[int, list[Tensor]] = {}
-        self._recordings_left: dict[int, int] = {}
-        self._count, self._num_videos = count, num_videos
+        self._tracker, self._view = EpisodeTracker(pool), PolicyView(pool, policy)
 
     def run(self) -> None:
         """Play all episodes. The first reset also tells which task each env runs."""
@@ -195,9 +218,8 @@ class _Evaluation:
         pool.reset(torch.ones(num, dtype=torch.bool), torch.full((num,), evaluation_seed(self.split, 0)))
         order = list(dict.fromkeys(pool.tasks))
         self._task_of = [order.index(task) for task in pool.tasks]
-        first_env = {self._task_of.index(task) for task in range(len(order))}
-        self._recordings_left = dict.fromkeys(first_env, self._num_videos)
-        self._waiting = {task: list(range(self._count)) for task in range(len(order))}
+        self.recorder.watch({self._task_of.index(task) for task in range(len(order))})
+        self._waiting = {task: list(range(self.count)) for task in range(len(order))}
         self._playing = torch.full((num,), -1)
         self._decisions = torch.zeros(num, dtype=torch.int64)
         self._begin(range(num))
@@ -215,44 +237,24 @@ class _Evaluation:
             queue = self._waiting[self._task_of[row]]
             self._playing[row] = queue.pop(0) if queue else -1
             started[row] = self._playing[row] >= 0
-            if started[row] and self._recordings_left.get(row, 0) > 0:
-                self._recordings_left[row] -= 1
-                record[row] = True
+            record[row] = bool(started[row]) and self.recorder.begins(row)
         self._decisions.masked_fill_(started, 0)
         if bool(started.any()):
             self.pool.reset(started, self._seeds(), record)
 
-    def _see(self) -> TensorDict:
-        pool, num = self.pool, self.pool.num_envs
-        # the key names the task too: two tasks share their seeds, and must not share their noise
-        bases = [fold(self.split, pool.tasks[row], int(seed)) for row, seed in enumerate(self._seeds())]
-        source = {
-            keys.OBSERVATION: TensorDict({name: leaf.clone() for name, leaf in pool.rows.observation.items()}, batch_size=[num]),
-            keys.INSTRUCTION_TOKENS: torch.stack([self.policy.tokenize(text) for text in pool.instructions]),
-            keys.REQUEST_KEY: (torch.tensor(bases) + self._decisions).unsqueeze(-1),
-        }
-        return TensorDict(source, batch_size=[num]).to(self.policy.device)
-
     def _decide(self) -> None:
-        active = self._playing >= 0
-        chunk = self.policy.act(self._see()).get(keys.CHUNK).float().cpu()
-        check_finite(chunk, self.pool)
+        active, seeds = self._playing >= 0, self._seeds()
+        # the key names the task too: two tasks share their seeds, and must not share their noise
+        bases = [fold(self.split, task, seed) for task, seed in zip(self.pool.tasks, seeds.tolist(), strict=True)]
+        request_keys = torch.tensor(bases) + self._decisions
+        seen = self._view.see(self.pool.rows.observation, self.pool.instructions, request_keys)
+        chunk = self._view.chunk(self.policy.act(seen))
         self._decisions += active
-        seeds = self._seeds()
         for row, frames in self.pool.step(chunk, active).items():
-            self._frames.setdefault(row, []).extend(frames)
+            self.recorder.add(row, frames)
         ended = self._tracker.after_step(self.pool.tasks, seeds)
         for row, episode in ended.items():
             self.episodes[self._task_of[row], int(self._playing[row])] = episode
-            if row in self._frames:
-                self._write_video(episode, self._frames.pop(row))
+            self.recorder.ends(row, episode)
         if ended:
             self._begin(sorted(ended))
-
-    def _write_video(self, episode: Episode, frames: list[Tensor]) -> None:
-        from vla_async.monitor.video import write_video
-
-        assert self.videos is not None
-        verdict = "success" if episode.success_once else "failure"
-        name = f"{self.split}_{self.version:06d}_{episode.task}_{episode.seed}_{verdict}.mp4"
-        self.files.append(write_video(self.videos / name, frames))

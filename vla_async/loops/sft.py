@@ -87,8 +87,9 @@ class SFTLoop(Loop):
                     output = trainer.module.imitation_step(micro)
                 trainer.fabric.backward(output.loss, num_samples=output.num_samples)
                 meter.add(output.metrics)
-            trainer.optimizer_step(self.max_grad_norm)
-            counters.step += 1
+            with trainer.interrupts.critical():
+                trainer.optimizer_step(self.max_grad_norm)
+                counters.step += 1
             if counters.step % self.log_every_n_steps == 0 or counters.step == self.max_steps:
                 trainer.end_step(meter.means())
                 meter = Meter()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from vla_async import keys
-from vla_async.collectors.lockstep import Episode, LockstepCollector
+from vla_async.collectors.episodes import Episode
+from vla_async.collectors.lockstep import LockstepCollector
 from vla_async.collectors.pool import EnvPool
 from vla_async.envs.base import EnvSpec
 from vla_async.loops.base import Loop
@@ -71,12 +74,13 @@ class SyncFitLoop(Loop):
     def check(self, trainer: AsyncTrainer) -> None:
         """Refuse what cannot work, before any worker starts."""
         global_batch = trainer.env.num_envs * self.decisions_per_env
-        if self.mini_batch_size is not None and self.mini_batch_size > global_batch:
-            raise ValueError(
-                f"fit_loop.mini_batch_size={self.mini_batch_size} is larger than the global batch of {global_batch} decisions "
-                f"(env.num_envs={trainer.env.num_envs} times fit_loop.decisions_per_env={self.decisions_per_env}); "
-                "lower it or collect more"
-            )
+        for name, size in {"mini_batch_size": self.mini_batch_size, "micro_batch_size": self.micro_batch_size}.items():
+            if size is not None and size > global_batch:
+                raise ValueError(
+                    f"fit_loop.{name}={size} is larger than the global batch of {global_batch} decisions "
+                    f"(env.num_envs={trainer.env.num_envs} times fit_loop.decisions_per_env={self.decisions_per_env}); "
+                    "lower it or collect more"
+                )
         if trainer.policy.objective is None:
             raise ValueError("model.objective is not set; fit needs one, for example vla_async.objectives.PPO")
 
@@ -114,6 +118,7 @@ class SyncFitLoop(Loop):
                 "staleness/max": float(trainer.state.counters.step - int(batch.get(keys.POLICY_VERSION).min())),
             }
             with trainer.interrupts.critical():
+                trainer.objective.end_update()
                 counters = trainer.state.counters
                 counters.step, counters.env_steps = counters.step + 1, counters.env_steps + env_steps
                 counters.episodes += len(finished)
@@ -124,22 +129,21 @@ class SyncFitLoop(Loop):
         """One update: ``update_epochs`` passes, unless the objective ends it early."""
         objective = trainer.objective
         objective.prepare(batch)
-        flat = batch.reshape(-1)
-        size, meter = self.mini_batch_size or len(flat), Meter()
-        for _ in range(self.update_epochs):
-            order = torch.randperm(len(flat), generator=self._shuffle)
-            for indices in order.split(size):
-                part = self._mini_batch(trainer, flat[indices.to(flat.device)])
-                meter.add({name: (part.sums[name], part.counts[name]) for name in part.sums})
-                if objective.ends_update(part.means()):
-                    break
-            else:
-                continue
-            break
-        objective.end_update()
+        flat, meter = batch.reshape(-1), Meter()
+        for indices in self._mini_batches(len(flat)):
+            part = self._step(trainer, flat[indices.to(flat.device)])
+            meter.add({name: (part.sums[name], part.counts[name]) for name in part.sums})
+            if objective.ends_update(part.means()):
+                break
         return meter
 
-    def _mini_batch(self, trainer: AsyncTrainer, mini: TensorDictBase) -> Meter:
+    def _mini_batches(self, num_decisions: int) -> Iterator[Tensor]:
+        """The indices of each mini-batch of an update; every epoch has an order of its own."""
+        for _ in range(self.update_epochs):
+            order = torch.randperm(num_decisions, generator=self._shuffle)
+            yield from order.split(self.mini_batch_size or num_decisions)
+
+    def _step(self, trainer: AsyncTrainer, mini: TensorDictBase) -> Meter:
         """One optimizer step: back-propagate the sums of the micro-batches; the strategy divides once."""
         meter = Meter()
         for micro in mini.split(self.micro_batch_size or len(mini)):

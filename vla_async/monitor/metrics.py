@@ -74,9 +74,8 @@ class Meter:
 
     def means(self) -> dict[str, float]:
         """Name to sum / count; a metric that counted nothing is left out."""
-        return {
-            name: float(total) / float(self.counts[name]) for name, total in self.sums.items() if float(self.counts[name]) > 0
-        }
+        counts = {name: float(count) for name, count in self.counts.items()}
+        return {name: float(total) / counts[name] for name, total in self.sums.items() if counts[name] > 0}
 
 
 def mean(values: Iterable[float]) -> float:

@@ -1,0 +1,73 @@
+"""Episodes: what is known of one that has ended, and the adding up of those that run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vla_async.collectors.pool import EnvPool
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One finished episode.
+
+    Attributes:
+        task: its task name.
+        seed: the seed that fixed its initial state.
+        success_once: success at any env step.
+        success_at_end: success after its last env step.
+        episode_return: undiscounted sum of the rewards of all executed env steps.
+        env_steps: its length.
+    """
+
+    task: str
+    seed: int
+    success_once: bool
+    success_at_end: bool
+    episode_return: float
+    env_steps: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class EpisodeTracker:
+    """Adds up the running episode of each row of a pool and hands out those that ended."""
+
+    def __init__(self, pool: EnvPool) -> None:
+        self.pool = pool
+        self.returns = torch.zeros(pool.num_envs, dtype=torch.float64)
+        self.lengths = torch.zeros(pool.num_envs, dtype=torch.int64)
+
+    def clear(self, rows: Tensor) -> None:
+        """Forget the running episodes of ``rows`` (bool ``[N]``)."""
+        self.returns.masked_fill_(rows, 0.0)
+        self.lengths.masked_fill_(rows, 0)
+
+    def after_step(self, tasks: list[str], seeds: Tensor) -> dict[int, Episode]:
+        """Account for a decision that the pool has just executed; returns the ended episodes by row.
+
+        Args:
+            tasks: task of each row before the decision (a reset may have changed it since).
+            seeds: int64 ``[N]``, seed of the episode that each row was in.
+        """
+        rows = self.pool.rows
+        self.returns += torch.where(rows.active, rows.step_rewards.sum(-1), 0.0)
+        self.lengths += torch.where(rows.active, rows.executed.sum(-1), 0)
+        done = (rows.terminated | rows.truncated) & rows.active
+        ended = {}
+        for row in torch.nonzero(done).flatten().tolist():
+            ended[row] = Episode(
+                task=tasks[row],
+                seed=int(seeds[row]),
+                success_once=bool(rows.success_once[row]),
+                success_at_end=bool(rows.success[row]),
+                episode_return=float(self.returns[row]),
+                env_steps=int(self.lengths[row]),
+            )
+        self.clear(done)
+        return ended
