@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,19 @@ class EpisodeInfo:
     seed: int
 
 
+def check_target(directory: Path, overwrite: bool) -> None:
+    """See whether a dataset may be written to ``directory``.
+
+    Raises:
+        FileExistsError: if a dataset stands there and ``overwrite`` is off, or if something else stands there.
+    """
+    if directory.exists():
+        ours = (directory / "meta" / "info.json").is_file()
+        if not (overwrite and ours):
+            fix = "set collect_loop.overwrite to replace it" if ours else "it is no dataset of demonstrations"
+            raise FileExistsError(f"collect_loop.directory={str(directory)!r} exists already; {fix}, or choose another")
+
+
 class DemonstrationWriter:
     """Gathers episodes and writes them as one dataset, completely or not at all.
 
@@ -48,15 +61,11 @@ class DemonstrationWriter:
         overwrite: replace a dataset that stands there.
 
     Raises:
-        FileExistsError: if something stands there and ``overwrite`` is off, or if it is no dataset.
+        FileExistsError: as :func:`check_target`.
     """
 
     def __init__(self, directory: Path, spec: EnvSpec, overwrite: bool = False) -> None:
-        if directory.exists():
-            ours = (directory / "meta" / "info.json").is_file()
-            if not (overwrite and ours):
-                fix = "set collect_loop.overwrite to replace it" if ours else "it is no dataset of demonstrations"
-                raise FileExistsError(f"collect_loop.directory={str(directory)!r} exists already; {fix}, or choose another")
+        check_target(directory, overwrite)
         self.directory, self.spec = directory, spec
         self._frames: list[TensorDict] = []
         self._episodes: list[EpisodeInfo] = []
@@ -84,27 +93,36 @@ class DemonstrationWriter:
         if not self._frames:
             raise RuntimeError(f"none of {attempts} attempts succeeded, so there are no demonstrations to write")
         unfinished = self.directory.with_name(self.directory.name + ".unfinished")
+        replaced = self.directory.with_name(self.directory.name + ".replaced")
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            (unfinished / "meta").mkdir(parents=True)
-            frames: Any = torch.cat(self._frames)
-            frames.memmap(unfinished / "data")
-            lines = [json.dumps(asdict(episode)) for episode in self._episodes]
-            (unfinished / "meta" / "episodes.jsonl").write_text("\n".join(lines) + "\n")
-            info = {
-                "format": FORMAT,
-                "env_spec": self.spec.to_dict(),
-                "total_episodes": len(self._episodes),
-                "total_frames": len(frames),
-                "attempts": attempts,
-            }
-            (unfinished / "meta" / "info.json").write_text(json.dumps(info, indent=2) + "\n")
+            self._write_files(unfinished, attempts)
             if self.directory.exists():
-                shutil.rmtree(self.directory)
+                shutil.rmtree(replaced, ignore_errors=True)
+                self.directory.rename(replaced)
             unfinished.rename(self.directory)
-        except OSError as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        except (OSError, RuntimeError) as error:
             raise RuntimeError(f"the demonstrations could not be written to {self.directory}: {error}") from error
+        finally:  # also of an interrupt
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if replaced.exists() and not self.directory.exists():
+                replaced.rename(self.directory)
+            shutil.rmtree(replaced, ignore_errors=True)
+
+    def _write_files(self, directory: Path, attempts: int) -> None:
+        (directory / "meta").mkdir(parents=True)
+        frames: Any = torch.cat(self._frames)
+        frames.memmap(directory / "data")
+        lines = [json.dumps(asdict(episode)) for episode in self._episodes]
+        (directory / "meta" / "episodes.jsonl").write_text("\n".join(lines) + "\n")
+        info = {
+            "format": FORMAT,
+            "env_spec": self.spec.to_dict(),
+            "total_episodes": len(self._episodes),
+            "total_frames": len(frames),
+            "attempts": attempts,
+        }
+        (directory / "meta" / "info.json").write_text(json.dumps(info, indent=2) + "\n")
 
 
 class Demonstrations:
@@ -132,8 +150,10 @@ class Demonstrations:
         self.episodes = [EpisodeInfo(**json.loads(line)) for line in lines][:max_episodes]
         self.attempts: int = info["attempts"]
         self.num_frames = sum(episode.length for episode in self.episodes)
+        if not self.num_frames:
+            raise ValueError(f"{directory} holds no episode; collect some with `vla-async collect`")
         recorded = EnvSpec.from_dict(info["env_spec"])
-        self.spec = EnvSpec(recorded.action_low, recorded.action_high, chunk_size, recorded.state_dim, recorded.images)
+        self.spec = replace(recorded, chunk_size=chunk_size)
         self.frames: TensorDictBase = TensorDict.load_memmap(directory / "data")[: self.num_frames]
         ends = torch.tensor([episode.length for episode in self.episodes]).cumsum(0)
         self._last: Tensor = ends[self.frames["episode_index"]] - 1  # [frames], index of the last frame of the episode

@@ -12,9 +12,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from vla_async.collectors.lockstep import EpisodeTracker
+from vla_async.collectors.episodes import EpisodeTracker
 from vla_async.collectors.pool import EnvPool
-from vla_async.data.demonstrations import DemonstrationWriter
+from vla_async.data.demonstrations import DemonstrationWriter, check_target
 from vla_async.envs.base import EnvFactory
 from vla_async.rng import TRAIN_SEEDS, fold
 
@@ -79,8 +79,22 @@ class CollectLoop:
         self.max_attempts = 4 * num_episodes if max_attempts is None else max_attempts
         self.directory, self.env_timeout_s = Path(directory), env_timeout_s
 
+    def check(self) -> None:
+        """Refuse what cannot work, before any worker starts.
+
+        Raises:
+            ValueError: if no controller is set.
+            FileExistsError: if the directory is taken.
+        """
+        if self.controller is None:
+            raise ValueError("trainer.collect_loop.controller is not set; give a ScriptedController by its class_path")
+        check_target(self.directory, self.overwrite)
+
     def run(self, factory: EnvFactory, seed: int, progress: Callable[[int, int], Any] | None = None) -> CollectReport:
         """Collect and write the dataset.
+
+        If the collection ends early, what there is gets written, unless a dataset stands there: only a complete one
+        replaces it.
 
         Args:
             factory: the envs; collection decides at every env step and ends an episode at its success.
@@ -89,29 +103,39 @@ class CollectLoop:
 
         Raises:
             ValueError: if no controller is set.
-            RuntimeError: if ``max_attempts`` do not give ``num_episodes`` successes; those there are get written first.
+            FileExistsError: if the directory is taken.
+            RuntimeError: if ``max_attempts`` do not give ``num_episodes`` successes.
+            WorkerError: if an env or the controller fails.
         """
-        if self.controller is None:
-            raise ValueError("trainer.collect_loop.controller is not set; give a ScriptedController by its class_path")
+        self.check()
         single = dataclasses.replace(factory, chunk_size=1, on_success="terminate")
         with EnvPool(single, controller=self.controller, timeout_s=self.env_timeout_s) as pool:
-            writer = DemonstrationWriter(self.directory, pool.spec, self.overwrite)
             collection = _Collection(pool, seed, self.num_episodes, self.max_attempts, progress)
             try:
                 collection.run()
             finally:
-                kept = collection.successes()
-                attempts = max(kept, default=-1) + 1 if len(kept) >= self.num_episodes else collection.started
-                for attempt in kept:
-                    writer.add(**kept[attempt])
-                if kept:
-                    writer.write(attempts)
-        if len(kept) < self.num_episodes:
+                report = self._write(collection)
+        if report.episodes < self.num_episodes:
+            written = f"; those are in {self.directory}" if report.frames else ""
             raise RuntimeError(
-                f"only {len(kept)} of {collection.started} attempts succeeded, but collect_loop.num_episodes="
-                f"{self.num_episodes}; those are in {self.directory}; raise collect_loop.max_attempts or mend the controller"
+                f"only {report.episodes} of {report.attempts} attempts succeeded, but collect_loop.num_episodes="
+                f"{self.num_episodes}{written}; raise collect_loop.max_attempts or mend the controller"
             )
-        return CollectReport(self.directory, len(kept), attempts, sum(len(kept[attempt]["frames"]) for attempt in kept))
+        return report
+
+    def _write(self, collection: _Collection) -> CollectReport:
+        kept = collection.successes()
+        complete = len(kept) == self.num_episodes
+        # which attempts come after the last one kept depends on the number of envs, so they do not count
+        attempts = max(kept) + 1 if complete else collection.finished
+        frames = 0
+        if complete or (kept and not self.directory.exists()):
+            writer = DemonstrationWriter(self.directory, collection.pool.spec, self.overwrite)
+            for episode in kept.values():
+                writer.add(**episode)
+                frames += len(episode["frames"])
+            writer.write(attempts)
+        return CollectReport(self.directory, len(kept), attempts, frames)
 
 
 class _Collection:
@@ -137,7 +161,8 @@ class _Collection:
             self._step()
 
     def _seeds(self) -> Tensor:
-        return torch.tensor([fold(self.seed, "collect", max(attempt, 0)) % TRAIN_SEEDS for attempt in self._attempt.tolist()])
+        attempts = self._attempt.clamp(min=0).tolist()
+        return torch.tensor([fold(self.seed, "collect", attempt) % TRAIN_SEEDS for attempt in attempts])
 
     def _enough(self) -> bool:
         """Whether no attempt that has not begun yet could be among those kept."""
@@ -170,10 +195,8 @@ class _Collection:
             self.finished += 1
             if episode.success_at_end:
                 frames: Any = torch.stack(self._frames[row])
-                self._good[int(self._attempt[row])] = {
-                    "frames": frames, "task": episode.task, "instruction": pool.instructions[row],
-                    "success": True, "seed": episode.seed,
-                }  # fmt: skip
+                kept = {"task": episode.task, "instruction": pool.instructions[row], "success": True, "seed": episode.seed}
+                self._good[int(self._attempt[row])] = {"frames": frames, **kept}
             if self.progress is not None:
                 self.progress(len(self._good), self.finished)
         if ended:
