@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 
 class Interrupts:
     """While open, SIGINT and SIGTERM raise ``KeyboardInterrupt``, but not inside a :meth:`critical` section.
 
-    Outside the main thread, where Python allows no handlers, it changes nothing.
+    A second one within ``same_s`` seconds counts as the same (an impatient key, a scheduler that sends both signals): it
+    would tear the clean-up apart that the first has started. Outside the main thread, where Python allows no handlers,
+    nothing changes.
+
+    Args:
+        same_s: seconds after an interrupt in which no other is raised.
     """
 
-    def __init__(self) -> None:
-        self._depth, self._pending = 0, False
+    def __init__(self, same_s: float = 3.0) -> None:
+        self.same_s = same_s
+        self._depth, self._pending, self._raised_at = 0, False, -math.inf
         self._previous: dict[int, Any] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._depth:
             self._pending = True
-        else:
-            raise KeyboardInterrupt(signal.Signals(number).name)
+        elif time.monotonic() - self._raised_at > self.same_s:
+            self._raise(signal.Signals(number).name)
+
+    def _raise(self, name: str) -> NoReturn:
+        self._pending, self._raised_at = False, time.monotonic()
+        raise KeyboardInterrupt(name)
 
     def __enter__(self) -> Interrupts:
+        self._pending, self._raised_at = False, -math.inf
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)
@@ -34,7 +47,7 @@ class Interrupts:
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set from Python
         self._previous = {}
 
     @contextmanager
@@ -46,8 +59,7 @@ class Interrupts:
         finally:
             self._depth -= 1
         if self._pending and not self._depth:
-            self._pending = False
-            raise KeyboardInterrupt
+            self._raise("held back")
 
     @contextmanager
     def shielded(self) -> Iterator[None]:

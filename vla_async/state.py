@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from vla_async.policies.base import VLAPolicy
+from vla_async.run_directory import resolve_checkpoint
 
 
 @dataclass
@@ -74,6 +76,7 @@ class TrainState:
             "loop": self.loop,
             "stage": self.stage,
             "torch_rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "env_spec": None if self.policy.env_spec is None else self.policy.env_spec.to_dict(),
             "hyper_parameters": plain_hyper_parameters(self.policy),
             "pytorch-lightning_version": lightning.__version__,
@@ -92,29 +95,63 @@ class TrainState:
         """Take over a checkpoint of the same stage.
 
         Raises:
-            ValueError: if it belongs to another stage or another policy.
+            ValueError: if it is no checkpoint, or belongs to another stage or another policy.
         """
-        content = read_checkpoint(path)
-        if content["stage"] != self.stage:
-            raise ValueError(
-                f"{path} was written by {content['stage']!r}, so {self.stage!r} cannot resume it; "
-                "to start from its weights, give it as trainer.init_from"
-            )
+        self.restore(read_checkpoint(path, self.stage), path)
+
+    def restore(self, content: dict[str, Any], path: Path) -> None:
+        """Take over what was read from the checkpoint ``path``; raises as :meth:`load`."""
         load_weights(self.policy, content, path)
-        self.optimizer.load_state_dict(content["optimizer"])
+        if (self.scheduler is None) != (content["scheduler"] is None):
+            has = "no learning-rate scheduler" if self.scheduler is None else "a learning-rate scheduler"
+            raise ValueError(f"{path} and this run differ: this run has {has}; resume with the settings it was written with")
+        try:
+            self.optimizer.load_state_dict(content["optimizer"])
+        except ValueError as error:
+            raise ValueError(f"the optimizer of {path} does not fit this run's: {error}") from error
         if self.scheduler is not None:
             self.scheduler.load_state_dict(content["scheduler"])
-        if self.policy.objective is not None:
+        if self.policy.objective is not None and content["objective"] is not None:
             self.policy.objective.load_state_dict(content["objective"])
         self.counters = Counters(**content["counters"])
         self.loop = content["loop"]
         torch.set_rng_state(content["torch_rng"])
+        if torch.cuda.is_available() and content["cuda_rng"]:
+            torch.cuda.set_rng_state_all(content["cuda_rng"])
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a checkpoint onto the CPU, without running any code from it."""
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return content
+def find_checkpoint(
+    ckpt_path: str | None, root: Path, name: str, stage: str | None = None
+) -> tuple[dict[str, Any], Path] | None:
+    """Find a checkpoint by :func:`resolve_checkpoint` and read it by :func:`read_checkpoint`; None for none."""
+    if ckpt_path is None:
+        return None
+    path = resolve_checkpoint(ckpt_path, root, name)
+    return read_checkpoint(path, stage), path
+
+
+def read_checkpoint(path: Path, stage: str | None = None) -> dict[str, Any]:
+    """Load a checkpoint onto the CPU, without running any code from it.
+
+    Args:
+        path: the file.
+        stage: the stage that wants to resume it; None if only its weights are wanted.
+
+    Raises:
+        ValueError: if it is no checkpoint of this library, or one of another stage.
+    """
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
+    if not isinstance(content, dict) or not {"state_dict", "counters", "stage"} <= content.keys():
+        raise ValueError(f"{path} is no checkpoint of vla_async: it lacks state_dict, counters or stage")
+    if stage is not None and content["stage"] != stage:
+        raise ValueError(
+            f"{path} was written by {content['stage']!r}, so {stage!r} cannot resume it; "
+            "to start from its weights, give it as trainer.init_from"
+        )
+    return dict(content)
 
 
 def load_weights(policy: VLAPolicy, content: dict[str, Any], path: Path) -> None:

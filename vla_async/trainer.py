@@ -23,18 +23,17 @@ That is where it goes. What runs today is its synchronous baseline, the same pic
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
 
 import lightning
-import torch
-from lightning.fabric import Fabric
-from lightning.fabric.loggers import CSVLogger, Logger
+from lightning.fabric.loggers import Logger
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 
 from vla_async.callbacks import Callback, Checkpoint, Progress, SuccessPlot
 from vla_async.envs.base import EnvFactory, EnvSpec
+from vla_async.fabric import Accelerator, Precision, make_fabric, resolve_accelerator, unpack_optimizers
 from vla_async.interrupts import Interrupts
 from vla_async.loops.base import Loop
 from vla_async.loops.collect import CollectLoop, CollectReport
@@ -44,11 +43,8 @@ from vla_async.loops.sync import SyncFitLoop
 from vla_async.objectives.base import Objective
 from vla_async.policies.base import VLAPolicy
 from vla_async.rng import Split
-from vla_async.run_directory import RunDirectory, resolve_checkpoint
-from vla_async.state import TrainState, load_weights, read_checkpoint
-from vla_async.strategies import SizeWeightedSingleDeviceStrategy
-
-CallbackType = TypeVar("CallbackType", bound=Callback)
+from vla_async.run_directory import RunDirectory
+from vla_async.state import TrainState, find_checkpoint, load_weights
 
 
 class AsyncTrainer:
@@ -89,9 +85,9 @@ class AsyncTrainer:
         name: str = "vla_async",
         root_dir: Path = Path("runs"),
         init_from: str | None = None,
-        accelerator: Literal["auto", "cpu", "cuda"] = "auto",
+        accelerator: Accelerator = "auto",
         device: int = 0,
-        precision: Literal["32-true", "bf16-mixed"] = "32-true",
+        precision: Precision = "32-true",
         callbacks: list[Callback] | None = None,
         loggers: list[Logger] | None = None,
     ) -> None:
@@ -107,7 +103,7 @@ class AsyncTrainer:
         self.evaluate_loop, self.collect_loop = evaluate_loop or EvaluateLoop(), collect_loop or CollectLoop()
         self.max_steps, self.max_env_steps, self.val_every_n_steps = max_steps, max_env_steps, val_every_n_steps
         self.seed, self.name, self.root_dir, self.init_from = seed, name, Path(root_dir), init_from
-        self.accelerator, self.device, self.precision = _accelerator(accelerator), device, precision
+        self.accelerator, self.device, self.precision = resolve_accelerator(accelerator), device, precision
         self.callbacks: list[Callback] = [*(callbacks or [])]
         for kind in (Checkpoint, SuccessPlot, Progress):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
@@ -115,6 +111,7 @@ class AsyncTrainer:
         self.loggers = loggers or []
         self.config_text: str | None = None
         self.interrupts = Interrupts()
+        self._clock = 0.0  # up to when training time has been counted
 
     # ------------------------------------------------------------------ what users call
 
@@ -143,7 +140,8 @@ class AsyncTrainer:
     def collect(self, policy: VLAPolicy | None, env: EnvFactory) -> CollectReport:
         """Collect demonstrations with the scripted controller of ``collect_loop``; the policy is not used."""
         env.check()
-        self._open_run("collect")
+        self.collect_loop.check()
+        self._open_run()
         with self.interrupts:
             return self.collect_loop.run(env, seed=self.seed)
 
@@ -197,112 +195,98 @@ class AsyncTrainer:
 
     # ------------------------------------------------------------------ how a run is carried out
 
-    def _open_run(self, stage: str) -> None:
+    def _open_run(self) -> None:
         self.run = RunDirectory.create(self.root_dir, self.name)
-        csv = CSVLogger(root_dir=self.run.path, name="", version="", flush_logs_every_n_steps=1)
-        on = self.accelerator
-        strategy = SizeWeightedSingleDeviceStrategy(torch.device(on, self.device if on == "cuda" else None))
-        loggers: Sequence[Logger] = [csv, *self.loggers]
-        self.fabric = Fabric(accelerator=on, devices=1, strategy=strategy, precision=self.precision, loggers=loggers)
-        self.fabric.launch()
+        self.fabric = make_fabric(self.accelerator, self.device, self.precision, self.run.path, self.loggers)
         if self.config_text is not None:
             (self.run.path / "config.yaml").write_text(self.config_text)
         lightning.seed_everything(self.seed, verbose=False)
 
     def _train(self, loop: Loop, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None) -> None:
         self.policy, self.env = policy, env
-        resumed = None if ckpt_path is None else resolve_checkpoint(ckpt_path, self.root_dir, self.name)
-        start = None if resumed or self.init_from is None else resolve_checkpoint(self.init_from, self.root_dir, self.name)
+        resumed = find_checkpoint(ckpt_path, self.root_dir, self.name, stage=loop.stage)
+        weights = None if resumed else find_checkpoint(self.init_from, self.root_dir, self.name)
         env.check()
         loop.check(self)
-        self._open_run(loop.stage)
-        with self.interrupts:
-            try:
-                self._set_up(loop.stage, loop.open(self), start)
-                if resumed is not None:
-                    self.state.load(resumed)
-                self._clock = time.perf_counter()
-                for callback in self.callbacks:
-                    callback.on_start(self)
-                if self.state.counters.step == 0 and (first := self._validate_if_due()):
-                    self.log(first)
-                loop.run(self)
-            except BaseException as error:
-                with self.interrupts.shielded():
-                    for callback in self.callbacks:
-                        callback.on_exception(self, error)
-                raise
-            finally:
-                with self.interrupts.shielded():
-                    self._wind_up(loop)
+        self._open_run()
+        with self._winding_up(loop):
+            self._set_up(loop.stage, loop.open(self))
+            if resumed:
+                self.state.restore(*resumed)
+            elif weights:
+                load_weights(policy, *weights)
+            del resumed, weights  # they may be large
+            self._clock = time.perf_counter()
+            for callback in self.callbacks:
+                callback.on_start(self)
+            if self.state.counters.step == 0 and (first := self._validate_if_due()):
+                self.log(first)
+            loop.run(self)
 
-    def _set_up(self, stage: str, spec: EnvSpec, weights: Path | None) -> None:
+    def _evaluate(self, split: Split, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None) -> EvaluationResult:
+        self.policy, self.env = policy, env
+        weights = find_checkpoint(ckpt_path or self.init_from, self.root_dir, self.name)
+        env.check()
+        self._open_run()
+        with self._winding_up():
+            self._set_up(split, self.evaluate_loop.open(env).spec)
+            if weights:
+                load_weights(policy, *weights)
+                self.state.counters.step = int(weights[0]["counters"]["step"])
+            del weights
+            result = self._run_evaluation(split)
+            self.log(result.metrics())
+        return result
+
+    def _set_up(self, stage: str, spec: EnvSpec) -> None:
         """Build the policy and its optimizer, on the device."""
         self.policy.build(spec)
-        if weights is not None:
-            load_weights(self.policy, read_checkpoint(weights), weights)
-        configured: Any = self.policy.configure_optimizers()
-        scheduler = None
-        if isinstance(configured, dict):
-            configured, scheduler = configured["optimizer"], configured.get("lr_scheduler")
-        module, optimizer = self.fabric.setup(self.policy, configured)
-        module.mark_forward_method("imitation_step")
-        self.module: _FabricModule = module
-        self.optimizer: _FabricOptimizer = optimizer
-        self.state = TrainState(stage, self.policy, configured, scheduler)
+        self.policy.zero_grad()  # an earlier run may have been cut short between a backward and its step
+        optimizer, scheduler = unpack_optimizers(self.policy.configure_optimizers())
+        self.module: _FabricModule
+        self.optimizer: _FabricOptimizer
+        self.module, self.optimizer = self.fabric.setup(self.policy, optimizer)
+        self.module.mark_forward_method("imitation_step")
+        self.state = TrainState(stage, self.policy, optimizer, scheduler)
 
-    def _wind_up(self, loop: Loop) -> None:
-        """Close whatever is open; each part is tried, whatever happens to the others."""
-        loop.close()
-        self.evaluate_loop.close()
-        for callback in self.callbacks:
-            callback.on_end(self)
-        for logger in self.fabric.loggers:
-            logger.finalize("success")
+    @contextmanager
+    def _winding_up(self, loop: Loop | None = None) -> Iterator[None]:
+        """On every kind of exit, tell the callbacks and close whatever is open. No interrupt gets into that.
+
+        The exit stacks make every call, the one pushed last first, whatever the others raise.
+        """
+        with self.interrupts:
+            try:
+                yield
+            except BaseException as error:
+                with self.interrupts.shielded(), ExitStack() as calls:
+                    for callback in reversed(self.callbacks):
+                        calls.callback(callback.on_exception, self, error)
+                raise
+            finally:
+                with self.interrupts.shielded(), ExitStack() as calls:
+                    for logger in self.fabric.loggers:
+                        calls.callback(logger.finalize, "success")
+                    for callback in reversed(self.callbacks):
+                        calls.callback(callback.on_end, self)
+                    calls.callback(self.evaluate_loop.close)
+                    if loop is not None:
+                        calls.callback(loop.close)
 
     def _validate_if_due(self) -> dict[str, float]:
         step, every = self.state.counters.step, self.val_every_n_steps
         if self.state.stage != "fit" or not every or step % every:
             return {}
         started = time.perf_counter()
-        result = self._run_evaluation("validate", step)
+        result = self._run_evaluation("validate")
         self._clock += time.perf_counter() - started  # evaluation is not training time
         return result.metrics()
 
-    def _run_evaluation(self, split: Split, version: int) -> EvaluationResult:
+    def _run_evaluation(self, split: Split) -> EvaluationResult:
+        version, autocast = self.state.counters.step, self.fabric.autocast
         result = self.evaluate_loop.run(
-            self.policy, self.env, split, policy_version=version, videos=self.run.videos, autocast=self.fabric.autocast
+            self.policy, self.env, split, policy_version=version, videos=self.run.videos, autocast=autocast
         )
         for callback in self.callbacks:
             callback.on_evaluation_end(self, result)
         return result
-
-    def _evaluate(self, split: Split, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None) -> EvaluationResult:
-        self.policy, self.env = policy, env
-        source = ckpt_path or self.init_from
-        weights = None if source is None else resolve_checkpoint(source, self.root_dir, self.name)
-        env.check()
-        self._open_run(split)
-        with self.interrupts:
-            try:
-                self._set_up(split, self.evaluate_loop.open(env).spec, weights)
-                version = 0
-                if weights is not None:
-                    version = int(read_checkpoint(weights)["counters"]["step"])
-                result = self._run_evaluation(split, version)
-                self.log(result.metrics())
-                return result
-            finally:
-                with self.interrupts.shielded():
-                    self._wind_up(self.fit_loop)
-
-
-def _accelerator(wanted: str) -> str:
-    """``cpu`` or ``cuda``.
-
-    Raises:
-        ValueError: if CUDA is asked for where there is none.
-    """
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("trainer.accelerator='cuda', but torch sees no CUDA device; use cpu or auto")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted

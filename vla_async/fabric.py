@@ -1,0 +1,71 @@
+"""What a trainer sets up with Lightning Fabric: the device, the strategy, the loggers, and a policy's optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger, Logger
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from vla_async.strategies import SizeWeightedSingleDeviceStrategy
+
+Accelerator = Literal["auto", "cpu", "cuda"]
+Precision = Literal["32-true", "bf16-mixed"]
+
+
+def resolve_accelerator(wanted: Accelerator) -> Literal["cpu", "cuda"]:
+    """What ``auto`` means on this machine.
+
+    Raises:
+        ValueError: if CUDA is asked for where there is none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("trainer.accelerator='cuda', but torch sees no CUDA device; use cpu or auto")
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return wanted
+
+
+def make_fabric(
+    accelerator: Literal["cpu", "cuda"], device: int, precision: Precision, directory: Path, loggers: Sequence[Logger]
+) -> Fabric:
+    """Fabric on one device, with ``metrics.csv`` in ``directory`` beside the given loggers."""
+    on = torch.device("cuda", device) if accelerator == "cuda" else torch.device("cpu")
+    csv = CSVLogger(root_dir=directory, name="", version="", flush_logs_every_n_steps=1)
+    _ = csv.experiment  # it warns of a directory that is not empty, so it opens before anything else is written there
+    fabric = Fabric(
+        accelerator=accelerator,
+        devices=1,
+        strategy=SizeWeightedSingleDeviceStrategy(on),
+        precision=precision,
+        loggers=[csv, *loggers],
+    )
+    fabric.launch()
+    return fabric
+
+
+def unpack_optimizers(configured: Any) -> tuple[Optimizer, LRScheduler | None]:
+    """The optimizer and the scheduler that a policy's ``configure_optimizers`` returned.
+
+    Args:
+        configured: an optimizer, or Lightning's dict of ``optimizer`` and ``lr_scheduler`` (a scheduler, or a dict that
+            holds one as ``scheduler``). The scheduler is stepped with every optimizer step.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    parts: dict[str, Any] = configured if isinstance(configured, dict) else {"optimizer": configured}
+    optimizer, found = parts.get("optimizer"), parts.get("lr_scheduler")
+    scheduling: dict[str, Any] = found if isinstance(found, dict) else {"scheduler": found}
+    scheduler, interval = scheduling.get("scheduler"), scheduling.get("interval", "step")
+    if isinstance(optimizer, Optimizer) and isinstance(scheduler, LRScheduler | None) and interval == "step":
+        return optimizer, scheduler
+    raise ValueError(
+        f"configure_optimizers gave {configured!r}; return an optimizer, or {{'optimizer': ..., 'lr_scheduler': ...}} "
+        "with a scheduler that is stepped with every optimizer step (interval 'step')"
+    )
