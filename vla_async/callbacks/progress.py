@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from vla_async.callbacks.base import Callback
 from vla_async.monitor.report import duration_text, evaluation_line
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
-
     from vla_async.loops.evaluate import EvaluationResult
     from vla_async.trainer import AsyncTrainer
 
@@ -33,40 +32,75 @@ class Progress(Callback):
         if refresh_per_second <= 0:
             raise ValueError(f"progress.refresh_per_second={refresh_per_second} must be positive")
         self.heartbeat_s, self.refresh_per_second = heartbeat_s, refresh_per_second
-        self._display: _Bar | _Heartbeat | None = None
+        self._open = ExitStack()
+        self._running = False
         self._metrics: Mapping[str, float] = {}
         self._validated: float | None = None
 
     def on_start(self, trainer: AsyncTrainer) -> None:
-        self._metrics, self._validated, self._started = {}, None, time.perf_counter()
-        if sys.stdout.isatty():
-            self._display = _Bar(self.refresh_per_second)
-            self._display.show(self.line(trainer), done(trainer))
-        else:
-            self._display = _Heartbeat(self.heartbeat_s, lambda: self.line(trainer))
-        self._say(f"{trainer.name}: {trainer.state.stage} in {trainer.run.path}")
+        self._metrics, self._validated, self._running = {}, None, True
+        self._started = time.perf_counter()
+        _say(f"{trainer.name}: {trainer.state.stage} in {trainer.run.path}")
+        self._open.enter_context(self.watch(lambda: (self.line(trainer), done(trainer))))
 
     def on_step_end(self, trainer: AsyncTrainer, metrics: Mapping[str, float]) -> None:
-        self._metrics = dict(metrics)
-        if isinstance(self._display, _Bar):
-            self._display.show(self.line(trainer), done(trainer))
+        self._metrics = {**self._metrics, **metrics}  # not every step ends an episode
 
     def on_evaluation_end(self, trainer: AsyncTrainer, result: EvaluationResult) -> None:
-        if self._display is None:
+        if not self._running:
             return
         self._validated = result.success().rate
-        tasks = result.tasks if len(result.tasks) > 1 else []
-        for task in [None, *tasks]:
-            name = f"{result.split} at step {trainer.state.counters.step}" if task is None else f"  {task}"
-            self._say(f"{name}: {evaluation_line(result, task)}")
+        _say(f"{result.split} at step {trainer.state.counters.step}: {evaluation_line(result)}")
+        for task in result.tasks if len(result.tasks) > 1 else []:
+            _say(f"  {task}: {evaluation_line(result, task)}")
 
     def on_end(self, trainer: AsyncTrainer) -> None:
-        if self._display is None:
+        if not self._running:
             return
-        self._display.close()
-        self._display = None
-        self._say(self.line(trainer))
-        self._say(f"run directory: {trainer.run.path}")
+        self._running = False
+        self._open.close()
+        _say(self.line(trainer))
+        _say(f"run directory: {trainer.run.path}")
+
+    @contextmanager
+    def watch(self, look: Callable[[], tuple[str, float | None]]) -> Iterator[None]:
+        """Show again and again what ``look`` tells, from a thread, until the block is left.
+
+        Args:
+            look: returns a line and the share that is done, in [0, 1], or None if there is no end in sight.
+        """
+        on_terminal = sys.stdout.isatty()
+        every_s = 1.0 / self.refresh_per_second if on_terminal else self.heartbeat_s
+        with _bar(self.refresh_per_second) if on_terminal else nullcontext(_print_line) as show:
+            ended = threading.Event()
+
+            def beat() -> None:
+                while not ended.wait(every_s):
+                    show(*look())
+
+            thread = threading.Thread(target=beat, name="progress", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                thread.join()
+
+    @contextmanager
+    def collecting(self, wanted: int) -> Iterator[Callable[[int, int], None]]:
+        """Watch a collection of ``wanted`` episodes; yields what is to be told (successes, attempts) of it."""
+        started, counts = time.perf_counter(), [0, 0]
+
+        def tell(successes: int, attempts: int) -> None:
+            counts[:] = successes, attempts
+
+        def look() -> tuple[str, float]:
+            successes, attempts = min(counts[0], wanted), counts[1]
+            line = f"episodes {successes:,}/{wanted:,} · attempts {attempts:,}"
+            return f"{line} · elapsed {duration_text(time.perf_counter() - started)}", successes / wanted
+
+        with self.watch(look):
+            yield tell
 
     def line(self, trainer: AsyncTrainer) -> str:
         """How far the run is, in one line."""
@@ -79,15 +113,12 @@ class Progress(Callback):
         if "time/env_steps_per_s" in self._metrics:
             parts.append(f"{self._metrics['time/env_steps_per_s']:,.0f} env steps/s")
         if "rollout/success_once" in self._metrics:
-            parts.append(f"success {self._metrics['rollout/success_once']:.2f}")
+            parts.append(f"training success {self._metrics['rollout/success_once']:.2f}")
         if "sft/nll" in self._metrics:
             parts.append(f"nll {self._metrics['sft/nll']:.3f}")
         if self._validated is not None:
             parts.append(f"validated {self._validated:.2f}")
         return " · ".join([*parts, f"elapsed {duration_text(time.perf_counter() - self._started)}"])
-
-    def _say(self, text: str) -> None:
-        print(text, flush=True)  # the bar, while it is there, moves below what is printed
 
 
 def max_steps(trainer: AsyncTrainer) -> int:
@@ -105,38 +136,25 @@ def done(trainer: AsyncTrainer) -> float | None:
     return min(max(shares), 1.0) if shares else None
 
 
-class _Heartbeat:
-    """A thread that prints a line every ``seconds``, whatever the main thread does."""
-
-    def __init__(self, seconds: float, line: Callable[[], str]) -> None:
-        self._seconds, self._line, self._ended = seconds, line, threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        while not self._ended.wait(self._seconds):
-            print(self._line(), flush=True)
-
-    def close(self) -> None:
-        self._ended.set()
-        self._thread.join()
+def _say(text: str) -> None:
+    print(text, flush=True)  # a bar that is there moves below what is printed
 
 
-class _Bar:
-    """rich's bar, with the line beside it."""
+def _print_line(line: str, share: float | None) -> None:
+    _say(line)
 
-    def __init__(self, refresh_per_second: float) -> None:
-        from rich import progress
 
-        columns = progress.BarColumn(bar_width=24), progress.TaskProgressColumn(), progress.TimeRemainingColumn(compact=True)
-        line = progress.TextColumn("{task.description}", markup=False)
-        self._bar: RichProgress = progress.Progress(*columns, line, refresh_per_second=refresh_per_second)
-        self._task = self._bar.add_task("", total=None)
-        self._bar.start()
+@contextmanager
+def _bar(refresh_per_second: float) -> Iterator[Callable[[str, float | None], None]]:
+    """A bar drawn by rich; yields what sets it."""
+    from rich import progress
 
-    def show(self, line: str, share: float | None) -> None:
-        # a total of None makes the bar pulse
-        self._bar.update(self._task, description=line, total=None if share is None else 1.0, completed=share)
+    columns = progress.BarColumn(bar_width=24), progress.TaskProgressColumn(), progress.TimeRemainingColumn(compact=True)
+    text = progress.TextColumn("{task.description}", markup=False)
+    with progress.Progress(*columns, text, refresh_per_second=refresh_per_second) as bar:
+        task = bar.add_task("", total=None)
 
-    def close(self) -> None:
-        self._bar.stop()
+        def show(line: str, share: float | None) -> None:
+            bar.update(task, description=line, total=None if share is None else 1.0, completed=share)
+
+        yield show
