@@ -1,6 +1,5 @@
-# make demo and make test set everything up first; with everything in place that takes a second. PYTHON=python3.11 chooses
+# make demo and make test set everything up first; with everything in place that takes a second. PYTHON=python3.12 chooses
 # the interpreter of a new .venv.
-PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
 .PHONY: help setup demo test lint format docs clean
@@ -16,7 +15,7 @@ help:
 	@echo "make clean   remove caches and built documentation (not .venv, not runs/)"
 
 setup:
-	@PYTHON=$(PYTHON) bash scripts/setup.sh
+	@PYTHON='$(PYTHON)' bash scripts/setup.sh
 
 demo: setup
 	$(VENV_PYTHON) examples/demo.py

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Sets up everything that the demo and the tests need: the simulators' system libraries, and .venv with pinned versions.
-# With everything in place it only looks, without the network. PYTHON chooses the interpreter of a new .venv.
+# With everything in place it only looks, without the network. PYTHON names the interpreter of a new .venv; by default it is
+# the first suitable one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-PYTHON=${PYTHON:-python3}
 EXTRAS=maniskill,libero,dev,docs
 STATE=.venv/vla-async-setup # "incomplete" while .venv is being made, then the fingerprint of what it was made from
 
@@ -21,22 +21,31 @@ is_complete() {
     [[ -f $STATE && $(<"$STATE") == "$(fingerprint)" ]] && .venv/bin/python -c pass 2>/dev/null
 }
 
-check_python() {
-    command -v "$PYTHON" >/dev/null || fail "there is no '$PYTHON'; install Python 3.10 or newer, or name one: make PYTHON=python3.11 ..."
-    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        fail "'$PYTHON' is $("$PYTHON" --version 2>&1); Python 3.10 or newer is needed: make PYTHON=python3.11 ..."
-    "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
-        fail "'$PYTHON' cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"
+# The pinned versions exist for these Pythons: NumPy's for 3.11 and newer, those of ManiSkill's planner up to 3.12.
+is_suitable() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
+        if is_suitable "$candidate"; then
+            "$candidate" -c 'import ensurepip, venv' 2>/dev/null ||
+                fail "'$candidate' cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "Python 3.11 or 3.12 is needed, but ${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>&1 || true);" \
+        "install one and name it: make setup PYTHON=/path/to/python3.12"
 }
 
 make_venv() {
     # An interrupted set-up leaves packages half-installed, which pip would take for installed: start again from nothing.
     if [[ -f $STATE && $(<"$STATE") == incomplete ]] || ! .venv/bin/python -c pass 2>/dev/null; then
-        check_python
-        mkdir -p .venv
         echo incomplete >"$STATE"
         find .venv -mindepth 1 -maxdepth 1 ! -name 'vla-async-*' -exec rm -rf {} +
-        "$PYTHON" -m venv .venv
+        "$python" -m venv .venv
     fi
     echo incomplete >"$STATE"
     local quiet=(--quiet)
@@ -47,11 +56,11 @@ make_venv() {
     mv "$STATE.new" "$STATE"
 }
 
-if .venv/bin/python -c pass 2>/dev/null; then
+# An interrupted set-up's own Python may be broken, so that one is not asked.
+if [[ -f $STATE && $(<"$STATE") != incomplete ]] && .venv/bin/python -c pass 2>/dev/null; then
     python=.venv/bin/python
 else
-    check_python
-    python=$PYTHON
+    python=$(find_python)
 fi
 "$python" -S scripts/system_libraries.py
 if ! is_complete; then
