@@ -142,8 +142,9 @@ class AsyncTrainer:
         env.check()
         self.collect_loop.check()
         self._open_run()
-        with self.interrupts:
-            return self.collect_loop.run(env, seed=self.seed)
+        progress = next(callback for callback in self.callbacks if isinstance(callback, Progress))
+        with self.interrupts, progress.collecting(self.collect_loop.num_episodes) as tell:
+            return self.collect_loop.run(env, seed=self.seed, progress=tell)
 
     # ------------------------------------------------------------------ what loops call
 
