@@ -148,8 +148,9 @@ def plot_success(points: Sequence[SuccessPoint], path: Path, title: str, baselin
         axes.axhspan(low, high, color=_BASELINE, alpha=0.12, linewidth=0)
         axes.axhline(baseline.rate, color=_BASELINE, linestyle="--", label=f"baseline {baseline.rate:.2f}, n = {baseline.n}")
     steps = [point.env_steps for point in points]
-    _curve(axes, steps, [point.success_at_end for point in points], "success at end", _AT_END)
-    _curve(axes, steps, [point.success_once for point in points], "success once", _ONCE)
+    _curve(axes, steps, [point.success_once for point in points], "success once", _ONCE, "o-")
+    # dashed and on top, so that both are seen where they agree
+    _curve(axes, steps, [point.success_at_end for point in points], "success at end", _AT_END, "s--")
     axes.set(title=title, xlabel="env steps", ylabel="success rate (band: 95 %)", ylim=(-0.02, 1.02))
     axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
     axes.grid(alpha=0.25)
@@ -180,9 +181,9 @@ def duration_text(seconds: float) -> str:
 _KINDS: tuple[Literal["success_once"], Literal["success_at_end"]] = ("success_once", "success_at_end")
 
 
-def _curve(axes: Axes, steps: list[int], rates: list[SuccessRate], name: str, colour: str) -> None:
+def _curve(axes: Axes, steps: list[int], rates: list[SuccessRate], name: str, colour: str, style: str) -> None:
     numbers = sorted({rate.n for rate in rates})
     n = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     lows, highs = zip(*(rate.interval for rate in rates), strict=True)
     axes.fill_between(steps, lows, highs, color=colour, alpha=0.18, linewidth=0)
-    axes.plot(steps, [rate.rate for rate in rates], color=colour, marker="o", markersize=4, label=f"{name}, n = {n}")
+    axes.plot(steps, [rate.rate for rate in rates], style, color=colour, markersize=4, label=f"{name}, n = {n}")
