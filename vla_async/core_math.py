@@ -41,7 +41,7 @@ def dynamic_batches(arrivals: ArrayLike, b_max: int, t_max: float) -> list[Batch
     batches: list[Batch] = []
     first = 0  # the oldest request that waits
     for index, now in enumerate(times):
-        if index > first and now - times[first] >= t_max:
+        if index > first and now >= times[first] + t_max:
             batches.append((float(times[first] + t_max), list(range(first, index))))
             first = index
         if index + 1 - first == b_max:
