@@ -40,9 +40,12 @@ class _Link:
 
 
 def _context() -> Any:
-    """Workers come from a server process that has imported torch once: quick to start, and safe beside CUDA."""
+    """Workers come from a server process that has imported torch once: quick to start, and safe beside CUDA.
+
+    Policies too, and Lightning with them: a worker imports the user's script, which will ask for them.
+    """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["vla_async.collectors.worker", "vla_async.envs.chunked"])
+    context.set_forkserver_preload(["vla_async.collectors.worker", "vla_async.envs.chunked", "vla_async.policies"])
     return context
 
 
