@@ -230,6 +230,17 @@ def test_advantages_are_normalised_by_the_previous_update_not_by_their_own():
     assert together.normalizer.std != 1.0
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_advantage_statistics_weigh_a_decision_as_the_loss_does(level):
+    objective, td = PPO(level=level, gae_lambda=0.0), make_batch(TablePolicy(), RAGGED).unsqueeze(0)
+    td[keys.STEP_REWARDS], td[keys.NEXT_VALUE] = torch.randn(1, B, H), torch.randn(1, B, 1)
+    td[keys.DONE] = td[keys.TERMINATED] = torch.zeros(1, B, 1, dtype=torch.bool)
+    raw = objective.prepare(td)[keys.ADVANTAGE].flatten().double()  # the first update leaves them as they are
+    objective.end_update()
+    weight = torch.tensor([1, 1, 0, 1] if level == "chunk" else [3, 1, 0, 2])
+    assert objective.normalizer.mean == pytest.approx((raw * weight).sum().item() / weight.sum().item())
+
+
 def test_the_summary_holds_the_explained_variance_instead_of_its_moments():
     policy = TablePolicy()
     objective, batch = PPO(level="action"), make_batch(policy, RAGGED)
