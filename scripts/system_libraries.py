@@ -29,10 +29,17 @@ BACKPORTS_FILE = Path("/etc/apt/sources.list.d/vla-async-backports.sources")
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library and the packages that have it, the preferred name first."""
+    """A shared library.
+
+    Attributes:
+        soname: what the dynamic linker looks for.
+        packages: the names of the package that has it, the newest name first.
+        instead: libraries that will do on a release without such a package.
+    """
 
     soname: str
     packages: tuple[str, ...]
+    instead: tuple[str, ...] = ()
 
 
 LIBRARIES = (
@@ -40,7 +47,7 @@ LIBRARIES = (
     Library("libX11.so.6", ("libx11-6",)),
     Library("libGL.so.1", ("libgl1",)),
     Library("libEGL.so.1", ("libegl1",)),
-    Library("libOSMesa.so.8", ("libosmesa6",)),
+    Library("libOSMesa.so.8", ("libosmesa6",), instead=("libEGL_mesa.so.0", "libEGL_nvidia.so.0")),
     Library("libgthread-2.0.so.0", ("libglib2.0-0t64", "libglib2.0-0")),
 )
 
@@ -62,8 +69,9 @@ def loads(soname: str) -> bool:
 
 
 def missing_libraries() -> list[Library]:
-    """The libraries that do not load."""
-    return [library for library in LIBRARIES if not loads(library.soname)]
+    """The libraries that do not load, and have to."""
+    missing = [library for library in LIBRARIES if not loads(library.soname)]
+    return [lib for lib in missing if any(map(candidate, lib.packages)) or not any(map(loads, lib.instead))]
 
 
 def vulkan_works() -> bool:
@@ -90,6 +98,8 @@ def run(*command: str) -> str:
 
 def candidate(package: str) -> str:
     """The version that apt would install, or an empty string."""
+    if shutil.which("apt-cache") is None:
+        return ""
     match = re.search(r"Candidate: (\S+)", run("apt-cache", "policy", package))
     return "" if match is None or match[1] == "(none)" else match[1]
 
@@ -111,20 +121,13 @@ def apt_get(*arguments: str) -> None:
     """Run apt-get as root without questions.
 
     Raises:
-        SetupError: if it fails.
+        SetupError: if it fails; not for an update, where one broken source among several need not matter.
     """
-    command = [
-        *as_root(),
-        "env",
-        "DEBIAN_FRONTEND=noninteractive",
-        "apt-get",
-        "-q",
-        "-o",
-        "DPkg::Lock::Timeout=300",
-        *arguments,
-    ]
-    print("+", " ".join(command), flush=True)
-    if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode != 0:
+    options = ["-q", "-o", "DPkg::Lock::Timeout=300", "-o", "Dpkg::Use-Pty=0"]
+    command = [*as_root(), "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", *options, *arguments]
+    print("+ apt-get", *arguments, flush=True)
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+    if result.returncode != 0 and arguments[0] != "update":
         raise SetupError(f"`apt-get {' '.join(arguments)}` failed")
 
 
@@ -159,7 +162,13 @@ def install_mesa() -> None:
             [*as_root(), "tee", str(BACKPORTS_FILE)], input=text, text=True, stdout=subprocess.DEVNULL, check=True
         )
         apt_get("update")
-    apt_get(*install, "-t", archive.backports, MESA_PACKAGE)
+    # named like this, only the driver and what it cannot do without come from there, not the rest of Mesa
+    apt_get(*install, f"{MESA_PACKAGE}/{archive.backports}")
+
+
+def all_there_now() -> bool:
+    """Look again in a new process: the dynamic linker may remember in this one that a library was missing."""
+    return subprocess.run([sys.executable, __file__, "--check"], capture_output=True, check=False).returncode == 0
 
 
 def report(libraries: list[Library], vulkan: bool, why: str) -> str:
@@ -174,7 +183,7 @@ def report(libraries: list[Library], vulkan: bool, why: str) -> str:
     lines += [
         f"  Debian 13, Ubuntu 24.04 (with its updates) or newer:  sudo apt-get install {packages} {MESA_PACKAGE}",
         f"  Debian 12:  sudo apt-get install {packages}",
-        f"              sudo apt-get install -t bookworm-backports {MESA_PACKAGE}  (bookworm-backports among apt's sources)",
+        f"              sudo apt-get install {MESA_PACKAGE}/bookworm-backports  (from bookworm-backports)",
         "  Older releases: their Mesa is too old for software rendering; a GPU with its vendor's Vulkan driver works.",
     ]
     return "\n".join(lines)
@@ -199,8 +208,7 @@ def main(arguments: list[str]) -> int:
             why = "apt's packages do not have them"
         except SetupError as error:
             why = str(error)
-        # A library that was missing a moment ago is looked for in a new process: the linker's answer may be remembered.
-        if subprocess.run([sys.executable, __file__, "--check"], capture_output=True, check=False).returncode == 0:
+        if all_there_now():
             return 0
         libraries, vulkan = missing_libraries(), vulkan_works()
     print(report(libraries, vulkan, why), file=sys.stderr)
