@@ -1,0 +1,100 @@
+"""Interrupts: when Ctrl-C is let through, when it waits, and when it is ignored."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from vla_async.interrupts import Interrupts
+
+
+@pytest.fixture(autouse=True)
+def handlers_stay_as_they_were() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    yield
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def send(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_both_signals_interrupt(number: int) -> None:
+    """A scheduler's SIGTERM must end a run as tidily as Ctrl-C."""
+    with Interrupts(), pytest.raises(KeyboardInterrupt, match=signal.Signals(number).name):
+        send(number)
+
+
+def test_a_critical_section_is_finished_first() -> None:
+    """An optimizer step that was torn apart would be saved as a checkpoint."""
+    done = []
+    with Interrupts() as interrupts:
+        with pytest.raises(KeyboardInterrupt), interrupts.critical():  # noqa: PT012
+            send()
+            with interrupts.critical():
+                done.append("inner")
+            done.append("outer")
+        done.append("after")
+        with interrupts.critical():
+            done.append("later")
+    assert done == ["inner", "outer", "after", "later"], "one interrupt must be raised once"
+
+
+def test_an_error_inside_a_critical_section_is_not_replaced() -> None:
+    """The error is the news; the interrupt follows at the next occasion."""
+    with Interrupts() as interrupts:
+        with pytest.raises(ZeroDivisionError), interrupts.critical():  # noqa: PT012
+            send()
+            raise ZeroDivisionError
+        with pytest.raises(KeyboardInterrupt), interrupts.critical():
+            pass
+
+
+def test_a_shielded_section_forgets_interrupts() -> None:
+    """A second Ctrl-C must not stop the checkpoint that the first one asked for, nor come back later."""
+    with Interrupts() as interrupts:
+        with interrupts.shielded():
+            send()
+            with interrupts.critical():
+                send(signal.SIGTERM)
+        with interrupts.critical():
+            pass
+
+
+def test_a_second_signal_right_after_the_first_is_the_same_interrupt() -> None:
+    """It would hit the way out, before the shield is up, and leave workers and no checkpoint."""
+    with Interrupts() as interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            send()
+        send()
+        send(signal.SIGTERM)
+        interrupts.same_s = 0.0
+        with pytest.raises(KeyboardInterrupt):
+            send()
+
+
+def test_each_use_starts_afresh() -> None:
+    """The interrupt of one run must not make the next run deaf."""
+    interrupts = Interrupts()
+    for _ in range(2):
+        with interrupts, pytest.raises(KeyboardInterrupt):
+            send()
+
+
+def test_outside_the_main_thread_nothing_is_changed() -> None:
+    """Python allows no handlers there; training in a thread must still work."""
+    seen = []
+
+    def body() -> None:
+        with Interrupts() as interrupts, interrupts.critical():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
