@@ -3,6 +3,17 @@
 from vla_async.envs.base import EnvFactory, EnvSpec, SimStep, Simulator
 from vla_async.envs.chunked import ChunkedEnv, ChunkStep
 from vla_async.envs.libero import LiberoEnvs
+from vla_async.envs.maniskill import ManiSkillEnvs
 from vla_async.envs.toy import ToyEnvs
 
-__all__ = ["ChunkStep", "ChunkedEnv", "EnvFactory", "EnvSpec", "LiberoEnvs", "SimStep", "Simulator", "ToyEnvs"]
+__all__ = [
+    "ChunkStep",
+    "ChunkedEnv",
+    "EnvFactory",
+    "EnvSpec",
+    "LiberoEnvs",
+    "ManiSkillEnvs",
+    "SimStep",
+    "Simulator",
+    "ToyEnvs",
+]

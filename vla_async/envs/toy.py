@@ -16,7 +16,12 @@ _INSTRUCTION = "move the marker onto the target"
 
 
 class ToySimulator(Simulator):
-    """``num_rows`` independent copies of ToyVLAEnv in its tracking mode, each with its own random stream."""
+    """``num_rows`` independent copies of ToyVLAEnv in its tracking mode, each with its own random stream.
+
+    Attributes:
+        seeds: int64 ``[N]``, the seed of the episode that each row is in.
+        elapsed: int64 ``[N]``, the env steps since each row's reset.
+    """
 
     def __init__(self, factory: ToyEnvs, num_rows: int, render: bool) -> None:
         self.factory, self.num_rows = factory, num_rows
@@ -34,6 +39,7 @@ class ToySimulator(Simulator):
             for _ in range(num_rows)
         ]
         self._last = [env.reset() for env in self._envs]
+        self.seeds, self.elapsed = (torch.zeros(num_rows, dtype=torch.int64) for _ in range(2))
 
     @property
     def instructions(self) -> Sequence[str]:
@@ -43,17 +49,25 @@ class ToySimulator(Simulator):
     def tasks(self) -> Sequence[str]:
         return self.factory.task_names * self.num_rows
 
+    @property
+    def targets(self) -> Tensor:
+        """Where the marker of each row should go, ``[N, A]``, whether or not an observation shows it."""
+        return torch.stack([td["observation", "state"][self.factory.action_dim :] for td in self._last])
+
     def _observation(self) -> dict[str, Tensor]:
         names = {"state": ["state"], "rgb": ["image"], "rgb+state": ["image", "state"]}[self.factory.obs]
         return {name: torch.stack([td["observation", name] for td in self._last]) for name in names}
 
     def reset(self, rows: Tensor, seeds: Tensor) -> dict[str, Tensor]:
+        self.seeds = torch.where(rows, seeds, self.seeds)
+        self.elapsed = torch.where(rows, 0, self.elapsed)
         for row in torch.nonzero(rows).flatten().tolist():
             self._envs[row].set_seed(int(seeds[row]))
             self._last[row] = self._envs[row].reset()
         return self._observation()
 
     def step(self, action: Tensor, rows: Tensor) -> SimStep:
+        self.elapsed = self.elapsed + rows
         reward, success = torch.zeros(self.num_rows), torch.zeros(self.num_rows, dtype=torch.bool)
         for row in torch.nonzero(rows).flatten().tolist():
             # ToyVLAEnv's own `_step` skips TorchRL's bookkeeping, which costs more than the env itself
@@ -101,7 +115,7 @@ class ToyEnvs(EnvFactory):
             raise ValueError(f"env.success_tol={self.success_tol} must be in (0, 0.5]: targets lie in [-0.5, 0.5]")
         if not 1 <= self.success_steps <= self.max_episode_steps:
             raise ValueError(
-                f"env.success_steps={self.success_steps} must be between 1 and env.max_episode_steps={self.max_episode_steps}"
+                f"env.success_steps={self.success_steps} must be from 1 to env.max_episode_steps={self.max_episode_steps}"
             )
 
     @property
