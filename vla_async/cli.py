@@ -21,7 +21,7 @@ from vla_async.envs import EnvFactory
 from vla_async.loops import CollectLoop, EvaluateLoop, EvaluationResult, SFTLoop, SyncFitLoop
 from vla_async.monitor.report import evaluation_table
 from vla_async.policies import VLAPolicy
-from vla_async.refusals import SUBCOMMANDS, ConfigError, check_command_line, explain, subclass_names
+from vla_async.refusals import SUBCOMMANDS, ConfigError, check_command_line, check_nulls, explain, subclass_names
 from vla_async.trainer import AsyncTrainer
 
 # written out in every printed and saved configuration, so that it says what ran
@@ -118,15 +118,14 @@ class VLACLI(LightningCLI):
         lightning.seed_everything(self._get(self.config, "trainer").seed, verbose=False)
 
     def before_instantiate_classes(self) -> None:
-        needed: dict[str, type] = (
-            {"env": EnvFactory} if self.subcommand == "collect" else {"env": EnvFactory, "model": VLAPolicy}
-        )
-        for key, base in needed.items():
-            if self._get(self.config, key) is None:
-                names = ", ".join(subclass_names(base))
-                raise ConfigError(
-                    f"{key} is not set; give a --config file with a section {key}, or --{key} CLASS\n  choices: {names}"
-                )
+        config = self.config[self.subcommand]
+        for key, base in {"env": EnvFactory, "model": VLAPolicy}.items():
+            if config.get(key) is None and (key, self.subcommand) != ("model", "collect"):
+                fix = f"give a --config file with a section {key}, or --{key} CLASS"
+                raise ConfigError(f"{key} is not set; {fix}\n  choices: {', '.join(subclass_names(base))}")
+            check_nulls(key, config.get(key))
+        for key, value in vars(config.trainer).items():
+            check_nulls(f"trainer.{key}", value)
 
     def instantiate_classes(self) -> None:
         try:

@@ -84,12 +84,35 @@ def explain(message: str, parser: ArgumentParser) -> str:
     if found := re.search(r"does not accept option '([^']+)'", message):
         return _unknown_key(found[1], parser)
     leaves = _leaves(message)
-    for explained in (_unknown_setting, _unknown_class, _wrong_value):
+    for explained in (_unknown_setting, _missing_setting, _unknown_class, _wrong_value):
         for leaf in leaves:
             if text := explained(leaf):
                 return text
     others = [f"{leaf.key}: {leaf.text}" for leaf in leaves if leaf.key and not leaf.text.startswith("Expected a ")]
     return "\n".join(others) or message
+
+
+def check_nulls(key: str, section: Any) -> None:
+    """Refuse null where a class's setting must have a value; jsonargparse lets that pass.
+
+    Args:
+        key: where ``section`` stands in the configuration.
+        section: a value of the configuration: a mapping with class_path and init_args, or a list of them, or a plain value.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if isinstance(section, list):
+        for item in section:
+            check_nulls(key, item)
+    if not hasattr(section, "init_args"):
+        return
+    parameters = inspect.signature(_imported(section.class_path)).parameters
+    for name, value in vars(section.init_args).items():
+        kind = str(parameters[name].annotation) if name in parameters else "Any"
+        if value is None and not any(word in kind for word in ("None", "Optional", "Any", "empty")):
+            raise ConfigError(f"{key}.{name}=null must be {_KINDS.get(kind, kind)}")
+        check_nulls(f"{key}.{name}", value)
 
 
 @dataclass
@@ -150,8 +173,9 @@ def _branch(text: str) -> tuple[str, str]:
 def _unknown_key(key: str, parser: ArgumentParser) -> str:
     known = [action.dest for action in parser._actions if not action.dest.endswith("help")]
     section, _, name = key.partition(".")
-    if key in _ELSEWHERE:
-        return f"{key} is no setting here; use {_ELSEWHERE[key]}"
+    for name_elsewhere in (key, section):
+        if name_elsewhere in _ELSEWHERE:
+            return f"{name_elsewhere} is no setting here; use {_ELSEWHERE[name_elsewhere]}"
     if section not in _SECTIONS or not name:
         roots = list(dict.fromkeys(dest.partition(".")[0] for dest in known))
         return f"there is no {section!r} here{_closest(section, roots)}{_choices('choices', roots)}"
@@ -169,6 +193,11 @@ def _unknown_setting(leaf: _Leaf) -> str | None:
     ]
     text = f"{leaf.key}.{found[1]} is no setting of {owner}{_closest(found[1], names, prefix=leaf.key)}"
     return text + _choices(f"settings of {owner}", names)
+
+
+def _missing_setting(leaf: _Leaf) -> str | None:
+    found = re.match(r"the following arguments are required: (.+)", leaf.text)
+    return f"{leaf.key} needs {found[1]}, which has no default; set {leaf.key}.{found[1].split(', ')[0]}" if found else None
 
 
 def _unknown_class(leaf: _Leaf) -> str | None:
@@ -192,7 +221,7 @@ def _unknown_class(leaf: _Leaf) -> str | None:
 
 def _wrong_value(leaf: _Leaf) -> str | None:
     if found := re.match(r"Not a valid subclass of (\w+)", leaf.text):
-        return f"{leaf.key}={leaf.given} must be the settings of a {found[1]}, or its class_path and init_args"
+        return f"{leaf.key}={leaf.given} must hold settings of {found[1]}, or class_path and init_args"
     if not (found := re.match(r"Expected a (.+?)(?:\. Got value: (.*))?$", leaf.text)):
         return None
     expected = [kind[1] for text in leaf.siblings if (kind := re.match(r"Expected a (.+?)(?:\. Got value: .*)?$", text))]
