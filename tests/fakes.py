@@ -22,6 +22,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from vla_async import keys
 from vla_async.callbacks import Callback
 from vla_async.envs import EnvFactory, EnvSpec, SimStep, Simulator
+from vla_async.envs.controllers import ScriptedController
 from vla_async.policies import TinyVLAPolicy, VLAPolicy
 from vla_async.rng import normal
 from vla_async.trainer import AsyncTrainer
@@ -203,7 +204,7 @@ class KnownPolicy(VLAPolicy):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Steady:
+class Steady(ScriptedController):
     """A scripted controller: the same action always. ``fault`` raises at the ``fault_step``-th action."""
 
     def __init__(self, action: float = 0.5, fault_step: int = 0) -> None:
