@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +76,8 @@ class EvaluateLoop:
     Unblocked by: the env workers, each within ``timeout_s``.
 
     Every episode is known beforehand by its task and seed, and its noise depends on these alone, so the result does not
-    depend on the number of envs. The envs stay open from one call to the next, until :meth:`close`.
+    depend on the number of envs (beyond the last bit of an action, which a network can round differently in another batch
+    size). The envs stay open from one call to the next, until :meth:`close`.
 
     Args:
         num_episodes: episodes per task.
@@ -101,6 +102,8 @@ class EvaluateLoop:
             raise ValueError(f"evaluate_loop.num_episodes={num_episodes} must be at least 1")
         if num_envs is not None and num_envs < 1:
             raise ValueError(f"evaluate_loop.num_envs={num_envs} must be at least 1, or null for the factory's")
+        if on_success not in (None, "terminate", "finish_chunk", "continue"):
+            raise ValueError(f"evaluate_loop.on_success={on_success!r}: choose terminate, finish_chunk, continue or null")
         if num_videos < 0:
             raise ValueError(f"evaluate_loop.num_videos={num_videos} must not be negative")
         if timeout_s <= 0:
@@ -109,6 +112,7 @@ class EvaluateLoop:
         self.on_success, self.num_videos, self.timeout_s = on_success, num_videos, timeout_s
         self._pool: EnvPool | None = None
         self._key: Any = None
+        self._ended: list[Collection[Episode]] = []
 
     def open(self, factory: EnvFactory) -> EnvPool:
         """The evaluation envs of ``factory``, of its first tasks if there are fewer envs than tasks.
@@ -188,14 +192,21 @@ class EvaluateLoop:
     def _run(
         self, policy: VLAPolicy, factory: EnvFactory, split: Split, version: int, videos: Path | None
     ) -> EvaluationResult:
-        result = EvaluationResult(split, version, [])
+        result, self._ended = EvaluationResult(split, version, []), []
         for wave in self._waves(factory):
             recorder = VideoRecorder(videos, f"{split}_{version:06d}", self.num_videos)
             part = _Evaluation(self._open(factory, wave), policy, split, self.num_episodes, recorder)
+            self._ended = [result.episodes, part.episodes.values()]
             part.run()
             result.episodes += [part.episodes[key] for key in sorted(part.episodes)]
             result.videos += recorder.files
+            self._ended = [result.episodes]
         return result
+
+    @property
+    def finished(self) -> int:
+        """How many episodes of the current evaluation have ended so far; may be read from another thread."""
+        return sum(map(len, self._ended))
 
     def close(self) -> None:
         """End the evaluation envs."""
