@@ -142,8 +142,7 @@ class AsyncTrainer:
         env.check()
         self.collect_loop.check()
         self._open_run()
-        progress = next(callback for callback in self.callbacks if isinstance(callback, Progress))
-        with self.interrupts, progress.collecting(self.collect_loop.num_episodes) as tell:
+        with self.interrupts, self._progress.collecting(self.collect_loop.num_episodes) as tell:
             return self.collect_loop.run(env, seed=self.seed, progress=tell)
 
     # ------------------------------------------------------------------ what loops call
@@ -196,6 +195,10 @@ class AsyncTrainer:
 
     # ------------------------------------------------------------------ how a run is carried out
 
+    @property
+    def _progress(self) -> Progress:
+        return next(callback for callback in self.callbacks if isinstance(callback, Progress))
+
     def _open_run(self) -> None:
         self.run = RunDirectory.create(self.root_dir, self.name)
         self.fabric = make_fabric(self.accelerator, self.device, self.precision, self.run.path, self.loggers)
@@ -235,7 +238,8 @@ class AsyncTrainer:
                 load_weights(policy, *weights)
                 self.state.counters.step = int(weights[0]["counters"]["step"])
             del weights
-            result = self._run_evaluation(split)
+            with self._progress.evaluating(self, split):
+                result = self._run_evaluation(split)
             self.log(result.metrics())
         return result
 

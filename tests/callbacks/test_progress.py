@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,8 +69,8 @@ def test_imitation_shows_its_own_limit_and_loss_and_no_env_steps(make_trainer, c
     progress, trainer = Progress(), make_trainer(stage="sft", max_steps=-1)
     progress.on_start(trainer)
     trainer.state.counters.step = 4
-    progress.on_step_end(trainer, {"sft/nll": 1.2345})
-    assert progress.line(trainer).startswith("step 4/8 · nll 1.234 · elapsed")
+    progress.on_step_end(trainer, {"sft/squared_error": 1.2345, "lr": 0.1})
+    assert progress.line(trainer).startswith("step 4/8 · squared error 1.234 · elapsed")
     assert done(trainer) == 0.5
     progress.on_end(trainer)
 
@@ -125,6 +126,20 @@ def test_a_collection_is_counted(capsys):
             return "".join(said)
 
         wait_until(lambda: "episodes 3/5 · attempts 4 · elapsed" in told(), "a line")
+    assert threads() == []
+
+
+def test_an_evaluation_on_its_own_is_counted_over_all_tasks(make_trainer, capsys):
+    trainer, said = make_trainer(stage="test"), []
+    trainer.evaluate_loop = SimpleNamespace(num_episodes=10, finished=7)
+    trainer.env = SimpleNamespace(task_names=["push", "pick"])
+    with Progress(heartbeat_s=0.02).evaluating(trainer, "test"):
+
+        def told() -> str:
+            said.append(capsys.readouterr().out)
+            return "".join(said)
+
+        wait_until(lambda: "test episodes 7/20 · elapsed" in told(), "a line")
     assert threads() == []
 
 

@@ -102,6 +102,19 @@ class Progress(Callback):
         with self.watch(look):
             yield tell
 
+    @contextmanager
+    def evaluating(self, trainer: AsyncTrainer, split: str) -> Iterator[None]:
+        """Watch an evaluation that stands on its own."""
+        loop, started = trainer.evaluate_loop, time.perf_counter()
+        wanted = loop.num_episodes * len(trainer.env.task_names)
+
+        def look() -> tuple[str, float]:
+            elapsed = duration_text(time.perf_counter() - started)
+            return f"{split} episodes {loop.finished:,}/{wanted:,} · elapsed {elapsed}", loop.finished / wanted
+
+        with self.watch(look):
+            yield
+
     def line(self, trainer: AsyncTrainer) -> str:
         """How far the run is, in one line."""
         counters = trainer.state.counters
@@ -114,8 +127,8 @@ class Progress(Callback):
             parts.append(f"{self._metrics['time/env_steps_per_s']:,.0f} env steps/s")
         if "rollout/success_once" in self._metrics:
             parts.append(f"training success {self._metrics['rollout/success_once']:.2f}")
-        if "sft/nll" in self._metrics:
-            parts.append(f"nll {self._metrics['sft/nll']:.3f}")
+        losses = {name: value for name, value in self._metrics.items() if name.startswith("sft/")}
+        parts += [f"{name.removeprefix('sft/').replace('_', ' ')} {value:.3f}" for name, value in losses.items()]
         if self._validated is not None:
             parts.append(f"validated {self._validated:.2f}")
         return " · ".join([*parts, f"elapsed {duration_text(time.perf_counter() - self._started)}"])
