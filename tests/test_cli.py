@@ -262,6 +262,24 @@ def test_validation_prints_both_rates_with_n_and_interval(capsys):
     assert f"run directory: {newest_run()}" in out
 
 
+def test_demonstrations_are_collected_imitated_and_started_from(capsys):
+    """The order of a real job: collect, imitate, improve from there."""
+    controller = ["--trainer.collect_loop.controller=ToyController", "--trainer.collect_loop.num_episodes=4"]
+    run("collect", *controller)
+    assert "4 successful episodes of 4 attempts" in capsys.readouterr().out
+    imitated = run("sft", "--trainer.sft_loop.max_steps=30")
+    assert read_checkpoint(imitated / "checkpoints" / "last.ckpt")["stage"] == "sft"
+    assert "step 30/30" in capsys.readouterr().out
+    run("fit", "--trainer.init_from=last")
+    first = rows(newest_run() / "metrics.csv")[0]
+    assert float(first["validate/return"]) > float(rows(run("fit") / "metrics.csv")[0]["validate/return"])
+
+
+def test_a_policy_that_its_envs_cannot_serve_is_refused_with_one_message(capsys):
+    assert main(["fit", "--config", RECIPE, "--model.use_images=true"]) == 1
+    assert "model.use_images=true, but the envs have no camera" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_no_process_left():
     args = ["-m", "vla_async", "fit", "--config", RECIPE, "--config", "small.yaml", "--trainer.max_steps=-1"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}

@@ -50,7 +50,8 @@ ARGUMENTS = {
     "unknown precision": (["--trainer.precision=16"], "trainer.precision=16 must be 32-true or bf16-mixed"),
     "unknown env": (["--env=ToyEnv"], "env: ToyEnv is no class that is known here; did you mean ToyEnvs?\n  choices: "),
     "unknown policy": (["--model=TinyPolicy"], "did you mean TinyVLAPolicy?\n  choices: "),
-    "unknown callback": (["--trainer.callbacks+=Checkpoints"], "did you mean Checkpoint?\n  choices: Checkpoint, Progress"),
+    "unknown callback": (["--trainer.callbacks+=Checkpoints"], "did you mean Checkpoint?\n  choices: "),
+    "the choices of callbacks": (["--trainer.callbacks+=Checkpoints"], "SuccessPlot (or the class_path of your own)"),
     "ambiguous logger": (["--trainer.loggers+=CSVLogger"], "lightning.fabric.loggers.CSVLogger, lightning.pytorch.loggers"),
     "number out of range": (["--env.num_envs=0"], "env.num_envs=0 must be at least 1"),
     "number out of range, nested": (["--model.objective.clip_low=2"], "objective.clip_low=2.0 must be between 0 and 1"),
@@ -65,6 +66,11 @@ ARGUMENTS = {
     "missing checkpoint": (["--ckpt_path=gone.ckpt"], "ckpt_path='gone.ckpt' is not a file"),
     "no run to resume": (["--ckpt_path=last"], "no run under runs/toy_ppo has checkpoints/last.ckpt yet"),
     "no weights to start from": (["--trainer.init_from=best"], "no run under runs/toy_ppo has checkpoints/best.ckpt yet"),
+    "env without task": (["--env=ManiSkillEnvs"], "env needs task, which has no default; set env.task"),
+    "unknown task": (["--env=ManiSkillEnvs", "--env.task=PushCub-v1"], "env.task='PushCub-v1' is no task"),
+    "the choices of tasks": (["--env=ManiSkillEnvs", "--env.task=x"], "PushCube-v1"),
+    "unknown suite": (["--env=LiberoEnvs", "--env.suite=libero_x"], "env.suite=libero_x must be libero_spatial"),
+    "task that the suite lacks": (["--env=LiberoEnvs", "--env.task_ids=[99]"], "env.task_ids=[99]"),
     "option without value": (["--trainer.max_steps"], "argument --trainer.max_steps: expected one argument"),
 }  # fmt: skip
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from vla_async import __version__
 from vla_async.refusals import ConfigError, check_command_line
@@ -57,18 +59,21 @@ def main(args: Sequence[str] | None = None) -> int:
         gc.enable()
         VLACLI(args)
     except KeyboardInterrupt:
-        return 130
+        return _leave(130) if is_process else 130
     except (ValueError, RuntimeError, ArithmeticError, OSError, ImportError) as error:
         if os.environ.get("VLA_ASYNC_DEBUG") or not is_ours(error):
             raise
         print(f"vla-async: {error}", file=sys.stderr)
-        if is_process and isinstance(error, ConfigError):
-            # nothing runs yet, and taking all that was imported apart again takes longer than finding the mistake did
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-        return 1
+        return _leave(1) if is_process and isinstance(error, ConfigError) else 1
     return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process now. Taking all that was imported apart again takes a second, which somebody would wait for."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def is_ours(error: BaseException) -> bool:
