@@ -83,7 +83,7 @@ class VLAPolicy(LightningModule):
         """Add ``"instruction_tokens"`` to a TensorDict that carries the instruction as text only."""
         if keys.INSTRUCTION_TOKENS in td.keys():
             return td
-        texts = td.get(keys.INSTRUCTION).tolist() if td.batch_size else td.get(keys.INSTRUCTION)
+        texts = td.get(keys.INSTRUCTION).tolist() if td.batch_size else td[keys.INSTRUCTION]
         flat = _flatten(texts)
         tokens = torch.stack([self.tokenize(text) for text in flat]).to(self.device)
         return td.set(keys.INSTRUCTION_TOKENS, tokens.reshape(*td.batch_size, -1))

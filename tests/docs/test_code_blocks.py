@@ -1,0 +1,125 @@
+"""Every code block of the documentation runs, or says why not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.code_blocks import LANGUAGES, Block, code_blocks
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path for path in [*ROOT.glob("docs/*.md"), ROOT / "README.md"] if path.is_file())
+RUNNABLE = [page for page in PAGES if any(block.language != "text" and not block.not_run for block in code_blocks(page))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that looks like a fresh clone: what a page needs is there, runs are not."""
+    for name in ("recipes", "examples", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "docs" / "code_blocks.py"), str(page)],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
+def test_all_blocks_of_a_page_run(page: Path, folder: Path) -> None:
+    """A reader who follows the page from top to bottom meets no error."""
+    result = run_page(page, folder)
+    assert result.returncode == 0, result.stdout[-6000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    """A fence without a known language, or a left-out block without a reason, would silently not be tested."""
+    for block in code_blocks(page):
+        assert block.language in LANGUAGES, f"{page.name}:{block.line}: give the fence one of the languages {LANGUAGES}"
+        assert block.not_run is None or len(block.not_run) > 10, f"{page.name}:{block.line}: say why it is not run"
+
+
+def test_only_what_cannot_run_here_is_left_out() -> None:
+    """Blocks that install something or take minutes are left out, and no others."""
+    allowed = ("make ", "pip install", "apt-get", "git clone", "recipes/maniskill", "recipes/libero", "examples/demo.py")
+    for page in PAGES:
+        for block in code_blocks(page):
+            if block.not_run is not None:
+                assert any(word in block.source for word in allowed), f"{page.name}:{block.line} could be run"
+
+
+def test_the_documentation_has_code() -> None:
+    """Guards the guards: if blocks were no longer found, the tests above would pass on nothing."""
+    assert {"add_env.md", "add_policy.md", "quickstart.md", "recipes.md"} <= {page.name for page in RUNNABLE}
+
+
+PAGE = """\
+Words.
+
+```python
+answer = 6 * 7
+```
+
+```{code-block} python
+:caption: module.py
+
+VALUE = 42
+```
+
+<!-- not run: it installs something -->
+```bash
+pip install nothing
+```
+
+```{note}
+This is no code.
+```
+
+```bash
+test -f module.py
+```
+
+```python
+from module import VALUE
+assert VALUE == answer
+```
+"""
+
+
+def test_blocks_are_found_with_their_lines_and_files(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    assert code_blocks(page) == [
+        Block("python", "answer = 6 * 7\n", 4),
+        Block("python", "VALUE = 42\n", 10, file="module.py"),
+        Block("bash", "pip install nothing\n", 15, not_run="it installs something"),
+        Block("bash", "test -f module.py\n", 23),
+        Block("python", "from module import VALUE\nassert VALUE == answer\n", 27),
+    ]
+    assert run_page(page, tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["```python\nassert 1 == 2\n```\n", "```bash\nfalse\ntrue\n```\n", "```yaml\ntrainer:\n  max_stepz: 3\n```\n"],
+    ids=["python", "bash", "yaml"],
+)
+def test_a_wrong_block_fails(wrong: str, folder: Path) -> None:
+    """A page whose code has rotted must not pass."""
+    page = folder / "page.md"
+    page.write_text(wrong)
+    assert run_page(page, folder).returncode != 0

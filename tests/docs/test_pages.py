@@ -1,0 +1,38 @@
+"""The documentation builds without a warning, and its lists are complete."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    """A broken link, an unknown reference or a docstring that does not parse is an error."""
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "html",
+        str(ROOT / "docs"),
+        str(tmp_path / "html"),
+    ]
+    result = subprocess.run([*command, "-d", str(tmp_path / "doctrees")], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert (tmp_path / "html" / "quickstart.html").is_file()
+
+
+def test_every_recipe_has_its_place_on_the_page() -> None:
+    """Whoever adds or removes a recipe tells the reader."""
+    named = set(re.findall(r"recipes/(\w+\.yaml)", (ROOT / "docs" / "recipes.md").read_text()))
+    assert named == {path.name for path in (ROOT / "recipes").glob("*.yaml")}
