@@ -60,12 +60,13 @@ def unpack_optimizers(configured: Any) -> tuple[Optimizer, LRScheduler | None]:
         ValueError: for anything else.
     """
     parts: dict[str, Any] = configured if isinstance(configured, dict) else {"optimizer": configured}
-    optimizer, found = parts.get("optimizer"), parts.get("lr_scheduler")
-    scheduling: dict[str, Any] = found if isinstance(found, dict) else {"scheduler": found}
+    optimizer, given = parts.get("optimizer"), parts.get("lr_scheduler")
+    scheduling: dict[str, Any] = given if isinstance(given, dict) else {"scheduler": given}
     scheduler, interval = scheduling.get("scheduler"), scheduling.get("interval", "step")
     if isinstance(optimizer, Optimizer) and isinstance(scheduler, LRScheduler | None) and interval == "step":
         return optimizer, scheduler
+    found = f"the optimizer {type(optimizer).__name__} and the scheduler {type(scheduler).__name__} by {interval}"
     raise ValueError(
-        f"configure_optimizers gave {configured!r}; return an optimizer, or {{'optimizer': ..., 'lr_scheduler': ...}} "
-        "with a scheduler that is stepped with every optimizer step (interval 'step')"
+        f"configure_optimizers gave {found}; return an optimizer, or {{'optimizer': ..., 'lr_scheduler': ...}} whose "
+        "scheduler is stepped with every optimizer step (interval 'step')"
     )

@@ -142,7 +142,7 @@ def read_checkpoint(path: Path, stage: str | None = None) -> dict[str, Any]:
     """
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
     if not isinstance(content, dict) or not {"state_dict", "counters", "stage"} <= content.keys():
         raise ValueError(f"{path} is no checkpoint of vla_async: it lacks state_dict, counters or stage")
