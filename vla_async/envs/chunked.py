@@ -13,7 +13,7 @@ from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 from vla_async import keys
-from vla_async.envs.base import EnvSpec, OnSuccess, Simulator
+from vla_async.envs.base import EnvSpec, OnSuccess, SimStep, Simulator
 from vla_async.rng import episode_seed
 
 
@@ -82,6 +82,7 @@ class ChunkedEnv(EnvBase):
         self.recording = False
         self._seed, self._episodes = 0, 0
         self._elapsed = torch.zeros(rows, dtype=torch.int64, device=on)
+        self._oldest = 0  # no episode has more env steps; a plain number, so that most env steps need not look at the rows
         self._success_once = torch.zeros(rows, dtype=torch.bool, device=on)
         self._success = torch.zeros(rows, dtype=torch.bool, device=on)
         self._action_low = torch.tensor(simulator.action_low, device=on)
@@ -109,8 +110,8 @@ class ChunkedEnv(EnvBase):
         """Start an episode in ``rows`` (bool ``[N]``) from ``seeds`` (int64 ``[N]``); returns all rows' observation."""
         observation = self.simulator.reset(rows, seeds)
         self._elapsed.masked_fill_(rows, 0)
-        self._success.masked_fill_(rows, False)
-        self._success_once.masked_fill_(rows, False)
+        self._oldest = int(self._elapsed.max())
+        self._success, self._success_once = self._success & ~rows, self._success_once & ~rows
         self._keep(observation, rows)
         return self._observation
 
@@ -128,47 +129,71 @@ class ChunkedEnv(EnvBase):
             where = torch.nonzero(~torch.isfinite(chunk))[0].tolist()
             raise ValueError(f"action {chunk[tuple(where)].item()} at [row, step, element] {where} is not finite")
         active = torch.ones_like(self._success) if rows is None else rows.clone()
-        step_rewards = torch.zeros(self.num_rows, self.chunk_size, device=active.device)
-        executed = torch.zeros_like(step_rewards, dtype=torch.bool)
-        terminated, truncated = torch.zeros_like(active), torch.zeros_like(active)
+        rewards: list[Tensor] = []
+        executed: list[Tensor] = []
         frames: list[Tensor] = []
+        terminated = truncated = torch.zeros_like(active)
         chunk = torch.clamp(chunk, self._action_low, self._action_high)
-        for step in range(self.chunk_size):
-            if not active.any():
-                break
+        goes_on = rows is None or bool(rows.any())
+        while goes_on and len(executed) < self.chunk_size:
             stepped = active
-            result = self.simulator.step(chunk[:, step], active)
-            step_rewards[:, step] = torch.where(active, result.reward, 0.0)
-            executed[:, step] = active
-            self._elapsed += active
-            self._success = torch.where(active, result.success, self._success)
-            self._success_once |= active & result.success
-            if result.failure is not None:
-                terminated |= active & result.failure
-            if self.on_success == "terminate":
-                terminated |= active & result.success
-            truncated |= active & (self._elapsed >= self.max_episode_steps) & ~terminated
-            active = active & ~(terminated | truncated)
+            result = self.simulator.step(chunk[:, len(executed)], stepped)
+            rewards.append(torch.where(stepped, result.reward, 0.0))
+            executed.append(stepped)
+            self._count(result, stepped)
+            ended = self._ended(result, stepped)
+            if ended is not None:
+                terminated, truncated = terminated | ended[0], truncated | ended[1]
+                active = stepped & ~(terminated | truncated)
+                goes_on = bool(active.any())
             # Only what the next decision or the end of the episode will see is read: a picture may be costly
-            seen = stepped if step == self.chunk_size - 1 else stepped & ~active
-            if seen.any():
-                self._keep(result.observation, seen)
-            if self.recording:
+            if len(executed) == self.chunk_size or not goes_on:
+                self._keep(result.observation, stepped)
+            elif ended is not None and bool((stepped & ~active).any()):
+                self._keep(result.observation, stepped & ~active)
+            if self.recording and bool(stepped[0]):
                 frames.append(self.simulator.render())
+        step_rewards, steps = self._side_by_side(rewards, torch.float32), self._side_by_side(executed, torch.bool)
         if self.on_success == "finish_chunk":
-            ended = executed.any(-1) & self._success_once
-            terminated, truncated = terminated | ended, truncated & ~ended
-        success, success_once = self._success.clone(), self._success_once.clone()
-        return ChunkStep(self._observation, step_rewards, executed, success, success_once, terminated, truncated, frames)
+            won = steps.any(-1) & self._success_once
+            terminated, truncated = terminated | won, truncated & ~won
+        return ChunkStep(
+            self._observation, step_rewards, steps, self._success, self._success_once, terminated, truncated, frames
+        )
+
+    def _side_by_side(self, columns: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """What the executed env steps gave, ``[N]`` each, as ``[N, H]`` with zeros behind."""
+        if len(columns) == self.chunk_size:
+            return torch.stack(columns, dim=-1)
+        missing = torch.zeros(self.num_rows, dtype=dtype, device=self._success.device)
+        return torch.stack(columns + [missing] * (self.chunk_size - len(columns)), dim=-1)
+
+    def _count(self, result: SimStep, rows: Tensor) -> None:
+        """Take over what one env step did to the rows' episodes. The flags are new tensors: the old ones are given away."""
+        self._elapsed += rows
+        self._oldest += 1
+        self._success = torch.where(rows, result.success, self._success)
+        self._success_once = self._success_once | (rows & result.success)
+
+    def _ended(self, result: SimStep, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The rows whose episode an env step terminates and truncates; None where it can have ended none."""
+        over = result.success if self.on_success == "terminate" else torch.zeros_like(rows)
+        if result.failure is not None:
+            over = over | result.failure
+        if self._oldest < self.max_episode_steps and not bool(over.any()):
+            return None
+        terminated = rows & over
+        return terminated, rows & ~terminated & (self._elapsed >= self.max_episode_steps)
 
     def _keep(self, observation: Mapping[str, Tensor], rows: Tensor) -> None:
         """Take over the rows' part of an observation; the other rows keep the one they ended on."""
         if bool(rows.all()):
             self._observation = {name: value.clone() for name, value in observation.items()}
             return
-        for name, value in observation.items():
-            mask = rows.reshape(-1, *[1] * (value.ndim - 1))
-            self._observation[name] = torch.where(mask, value, self._observation[name])
+        self._observation = {
+            name: torch.where(rows.reshape(-1, *[1] * (value.ndim - 1)), value, self._observation[name])
+            for name, value in observation.items()
+        }
 
     # ---------------------------------------------------------------- TorchRL's EnvBase
 
