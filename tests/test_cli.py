@@ -270,8 +270,10 @@ def test_demonstrations_are_collected_imitated_and_started_from(capsys):
     imitated = run("sft", "--trainer.sft_loop.max_steps=30")
     assert read_checkpoint(imitated / "checkpoints" / "last.ckpt")["stage"] == "sft"
     assert "step 30/30" in capsys.readouterr().out
-    run("fit", "--trainer.init_from=last")
-    first = rows(newest_run() / "metrics.csv")[0]
+    improved = run("fit", "--trainer.init_from=last")
+    saved = yaml.safe_load((improved / "config.yaml").read_text())["trainer"]["init_from"]
+    assert saved == str(imitated / "checkpoints" / "last.ckpt"), "`last` is another file as soon as this run has ended"
+    first = rows(improved / "metrics.csv")[0]
     assert float(first["validate/return"]) > float(rows(run("fit") / "metrics.csv")[0]["validate/return"])
 
 

@@ -22,6 +22,7 @@ from vla_async.loops import CollectLoop, EvaluateLoop, EvaluationResult, SFTLoop
 from vla_async.monitor.report import evaluation_table
 from vla_async.policies import VLAPolicy
 from vla_async.refusals import SUBCOMMANDS, ConfigError, check_command_line, check_nulls, explain, subclass_names
+from vla_async.run_directory import resolve_checkpoint
 from vla_async.trainer import AsyncTrainer
 
 # written out in every printed and saved configuration, so that it says what ran
@@ -143,7 +144,11 @@ class VLACLI(LightningCLI):
         """The resolved configuration, complete and good for ``--config``, under the command line that led to it."""
         config = self.config[self.subcommand].clone()
         config.pop("config", None)
-        config.pop("ckpt_path", None)  # belongs to the command: a run that repeats this one is not a resumed one
+        # it belongs to the command: a run that repeats this one is not a resumed one
+        is_resumed, trainer = config.pop("ckpt_path", None) is not None, self.trainer
+        if trainer.init_from is not None and self.subcommand in ("fit", "sft") and not is_resumed:
+            # the file, because what `last` and `best` mean changes with every run
+            config.trainer.init_from = str(resolve_checkpoint(trainer.init_from, trainer.root_dir, trainer.name))
         text: str = self._parser(self.subcommand).dump(config, skip_none=False)
         return f"# {shlex.join(['vla-async', *self._args])}\n{text}"
 
@@ -158,13 +163,10 @@ class VLACLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         except KeyboardInterrupt:
-            written = [path for path in self._checkpoints() if path.stem == "last"]
-            print(f"interrupted; resume from {written[0]} with --ckpt_path last" if written else "interrupted", flush=True)
+            run = getattr(self.trainer, "run", None)  # none yet, if it came very early
+            last = Path() if run is None else run.checkpoints / "last.ckpt"
+            print(f"interrupted; resume from {last} with --ckpt_path last" if last.is_file() else "interrupted", flush=True)
             raise
-
-    def _checkpoints(self) -> list[Path]:
-        run = getattr(self.trainer, "run", None)
-        return [] if run is None else sorted(run.checkpoints.glob("*.ckpt"))
 
     # LightningCLI calls these in place of the trainer's methods of the same name
 
