@@ -78,6 +78,8 @@ class ToySimulator(Simulator):
         return SimStep(self._observation(), reward, success)
 
     def render(self) -> Tensor:
+        if not self._envs[0].from_pixels:
+            return super().render()
         frame: Tensor = self._last[0]["pixels"]
         return frame
 
@@ -107,6 +109,10 @@ class ToyEnvs(EnvFactory):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.obs not in ("state", "rgb", "rgb+state"):
+            raise ValueError(f"env.obs={self.obs!r}: choose state, rgb or rgb+state")
+        if self.reward not in ("dense", "sparse"):
+            raise ValueError(f"env.reward={self.reward!r}: choose dense or sparse")
         if self.action_dim < 1:
             raise ValueError(f"env.action_dim={self.action_dim} must be at least 1")
         if self.image_size < 1:
