@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vla_async.envs.chunked import ChunkedEnv
 
 OnSuccess = Literal["terminate", "finish_chunk", "continue"]
-"""What a success does: end the episode at that env step; execute the rest of the chunk, then end; or run on to the horizon."""
+"""What a success does: end the episode at that env step; execute the rest of the chunk, then end; or run to the horizon."""
 
 
 @dataclass(frozen=True)
