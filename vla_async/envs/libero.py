@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,6 +122,8 @@ class LiberoSimulator(Simulator):
         self._video = Camera(self.env.sim, factory.camera, _MIN_VIDEO_SIZE, fast) if too_small else None
         model = self.env.sim.model
         self._fixtures = model.body_pos.copy(), model.body_quat.copy()
+        # an OpenGL context that outlives the interpreter's EGL ends in error messages
+        atexit.register(_close_forgotten, weakref.ref(self))
 
     def _replace_sensor(self, name: str, camera: Camera) -> None:
         def sensor(cache: object) -> Any:
@@ -172,10 +176,18 @@ class LiberoSimulator(Simulator):
         return self._upright(self._video or self._cameras["image"]).permute(1, 2, 0)
 
     def close(self) -> None:
-        """Free the simulation and its render context."""
-        self.env.sim._render_context_offscreen.gl_ctx.make_current()
-        self._cameras, self._video = {}, None
-        self._wrapper.close()
+        """Free the simulation and its render context. Harmless if called again."""
+        if self.env is not None:
+            self.env.sim._render_context_offscreen.gl_ctx.make_current()
+            self._cameras, self._video = {}, None
+            self._wrapper.close()
+            self.env = None
+
+
+def _close_forgotten(reference: weakref.ref[LiberoSimulator]) -> None:
+    simulator = reference()
+    if simulator is not None:
+        simulator.close()
 
 
 @dataclass(kw_only=True)
