@@ -80,12 +80,12 @@ class VLAPolicy(LightningModule):
             return self.act(self.with_tokens(td))
 
     def with_tokens(self, td: TensorDictBase) -> TensorDictBase:
-        """Add ``"instruction_tokens"`` to a TensorDict that carries the instruction as text only."""
-        if keys.INSTRUCTION_TOKENS in td.keys():
+        """Write ``"instruction_tokens"`` into a TensorDict that carries the instruction as text."""
+        if keys.INSTRUCTION not in td.keys():
             return td
+        # always anew: a TorchRL collector carries our own key over into episodes that have another instruction
         texts = td.get(keys.INSTRUCTION).tolist() if td.batch_size else td[keys.INSTRUCTION]
-        flat = _flatten(texts)
-        tokens = torch.stack([self.tokenize(text) for text in flat]).to(self.device)
+        tokens = torch.stack([self.tokenize(text) for text in _flatten(texts)]).to(self.device)
         return td.set(keys.INSTRUCTION_TOKENS, tokens.reshape(*td.batch_size, -1))
 
     def training_step(self, batch: TensorDictBase, batch_idx: int = 0) -> StepOutput:  # type: ignore[override]
