@@ -6,7 +6,8 @@ the reply carries the few things that are no tensors (instructions, task names, 
 
 from __future__ import annotations
 
-import ctypes
+import fcntl
+import multiprocessing
 import os
 import signal
 import sys
@@ -176,10 +177,16 @@ class _Reporting:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel end this process with its parent: a worker that hangs would not notice that its pool is gone."""
-    if sys.platform == "linux":
-        parent_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    """Let the kernel end this process when the pool's ends: a worker that hangs would not notice.
+
+    The parent holds the other end of the sentinel pipe, whose closing raises SIGIO here, and that nobody handles. (The
+    kernel's own parent-death signal does not help: the parent is the fork server, which lives as long as a worker does.)
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and sys.platform == "linux":
+        sentinel = parent.sentinel
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def run_worker(

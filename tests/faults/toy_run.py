@@ -1,0 +1,41 @@
+"""A small training run in a process of its own, for tests that end it from outside: ``python -m tests.faults.toy_run``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fakes import ClockEnvs, make_trainer, tiny
+from vla_async.collectors.pool import EnvPool
+from vla_async.envs import ToyEnvs
+from vla_async.loops import EvaluateLoop, SyncFitLoop
+
+ENDLESS: dict[str, Any] = {"fit_loop": SyncFitLoop(decisions_per_env=3, update_epochs=1), "max_steps": -1}
+
+
+def main(root: Path, mode: str) -> None:
+    """Train until someone ends it (``endless``), until a worker hangs (``hanging``), or for two steps (``short``)."""
+    if mode == "endless":
+        make_trainer(root, **ENDLESS).fit(tiny(), ToyEnvs(num_envs=2))
+    if mode == "hanging":
+        flag = str(root / "hangs")
+        make_trainer(root, **ENDLESS).fit(tiny(), ClockEnvs(fault="hang-in-step", fault_env=1, fault_step=16, flag=flag))
+    if mode == "short":
+        evaluate = EvaluateLoop(num_episodes=2)
+        options = ENDLESS | {"max_steps": 2, "val_every_n_steps": 2, "evaluate_loop": evaluate}
+        make_trainer(root, **options).fit(tiny(), ToyEnvs(num_envs=2))
+
+
+def hold_a_hanging_pool(root: Path) -> None:
+    """Open a pool of which one worker hangs, and wait for it."""
+    with EnvPool(ClockEnvs(fault="hang-in-step", fault_env=1, flag=str(root / "hangs"))) as pool:
+        (root / "workers").write_text(" ".join(str(link.process.pid) for link in pool._links))
+        pool.reset(torch.tensor([True, True]), torch.tensor([0, 1]))
+        pool.step(torch.zeros_like(pool.rows.chunk))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
