@@ -291,3 +291,9 @@ def test_a_policy_without_an_objective_is_refused(tmp_path: Path) -> None:
     """With the setting that is missing."""
     with pytest.raises(ValueError, match=r"model.objective is not set; fit needs one"):
         make_trainer(tmp_path).fit(tiny(objective=None), ClockEnvs(fault="raise-in-build"))
+
+
+def test_more_tasks_than_envs_are_refused(tmp_path: Path) -> None:
+    """Else the tasks past the last env would never be trained on, and nobody told."""
+    with pytest.raises(ValueError, match=r"env.num_envs=2 envs cannot train on 3 tasks"):
+        make_trainer(tmp_path).fit(policy(), ClockEnvs(num_envs=2, names=("a", "b", "c"), fault="raise-in-build"))

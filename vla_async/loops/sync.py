@@ -81,6 +81,12 @@ class SyncFitLoop(Loop):
                     f"(env.num_envs={trainer.env.num_envs} times fit_loop.decisions_per_env={self.decisions_per_env}); "
                     "lower it or collect more"
                 )
+        tasks = len(trainer.env.task_names)
+        if not trainer.env.is_batched and trainer.env.num_envs < tasks:
+            raise ValueError(
+                f"env.num_envs={trainer.env.num_envs} envs cannot train on {tasks} tasks, for each env runs one; "
+                f"raise it to at least {tasks}, or choose fewer tasks"
+            )
         if trainer.policy.objective is None:
             raise ValueError("model.objective is not set; fit needs one, for example vla_async.objectives.PPO")
 
