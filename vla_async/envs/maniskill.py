@@ -144,8 +144,11 @@ class ManiSkillEnvs(EnvFactory):
         if self.is_batched:
             import torch
 
-            if not torch.cuda.is_available():
-                raise RuntimeError(f"env.sim_backend={self.sim_backend!r} needs a CUDA device, there is none; use physx_cpu")
+            index, found = int(self.sim_backend.partition(":")[2] or 0), torch.cuda.device_count()
+            if index >= found:
+                raise RuntimeError(
+                    f"env.sim_backend={self.sim_backend!r} needs CUDA device {index}, of {found} found; or use physx_cpu"
+                )
         probe = subprocess.run([sys.executable, "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if probe.returncode:
             said = probe.stderr.strip().splitlines()[-1:] or [f"exit status {probe.returncode}"]
