@@ -179,6 +179,20 @@ def test_after_an_error_the_next_run_starts_afresh() -> None:
     assert again.episodes == evaluate(factory, num_episodes=2, deterministic=False).episodes
 
 
+def test_envs_that_were_cut_short_are_built_anew() -> None:
+    """The same loop must be usable after Ctrl-C or a hang, in a notebook for example."""
+    factory = ClockEnvs(num_envs=1, fault="hang-in-step", fault_step=3)
+    loop, policy = EvaluateLoop(num_episodes=1, timeout_s=60.0), KnownPolicy()
+    pool = loop.open(factory)
+    policy.build(pool.spec)
+    pool.timeout_s = 0.3
+    with pytest.raises(WorkerError, match="no answer within"):
+        loop.run(policy, factory, "validate")
+    fresh = loop.open(factory)
+    loop.close()
+    assert fresh is not pool
+
+
 def test_a_broken_env_is_an_error_not_a_failed_episode() -> None:
     """Success rates over the envs that did not crash are wrong."""
     with pytest.raises(WorkerError, match="env 1 broke in step"):
