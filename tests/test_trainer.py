@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,21 @@ def test_training_works_in_a_thread(tmp_path: Path) -> None:
     assert trainer.state.counters.step == 1
 
 
+@pytest.mark.parametrize("wanted", [None, 3])
+def test_torch_leaves_the_cores_to_the_envs_while_a_run_lasts(tmp_path: Path, wanted: int | None) -> None:
+    """Two threads that wait for each other on busy cores made imitation thirty times slower."""
+    seen = []
+
+    class Look(Callback):
+        def on_step_end(self, trainer: AsyncTrainer, metrics: Mapping[str, float]) -> None:
+            seen.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    make_trainer(tmp_path, fit_loop=short(), max_steps=1, num_threads=wanted, callbacks=[Look()]).fit(tiny(), TOY)
+    assert seen == [wanted or 1]
+    assert torch.get_num_threads() == before
+
+
 def test_bfloat16_trains(tmp_path: Path) -> None:
     """Weights stay in float32; what is stored of a decision is too."""
     trainer = make_trainer(tmp_path, fit_loop=short(), max_steps=2, precision="bf16-mixed")
@@ -316,9 +332,10 @@ def test_bfloat16_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_steps": -2}, r"trainer.max_steps=-2 must be -1 \(no limit\)"),
+        ({"max_steps": -2}, r"trainer.max_steps=-2 must be at least -1, where -1 is no limit"),
         ({"max_env_steps": 0}, "trainer.max_env_steps=0 must be at least 1, or null"),
-        ({"val_every_n_steps": -1}, "trainer.val_every_n_steps=-1 must be 0"),
+        ({"val_every_n_steps": -1}, "trainer.val_every_n_steps=-1 must be at least 0, where 0 is never"),
+        ({"num_threads": 0}, "trainer.num_threads=0 must be at least 1, or null"),
         ({"name": "a/b"}, "trainer.name='a/b' must be a plain directory name"),
         ({"name": ""}, "trainer.name='' must be a plain directory name"),
     ],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from lightning.fabric.loggers import CSVLogger, Logger
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from vla_async.envs.base import EnvFactory
 from vla_async.strategies import SizeWeightedSingleDeviceStrategy
 
 Accelerator = Literal["auto", "cpu", "cuda"]
@@ -29,6 +31,22 @@ def resolve_accelerator(wanted: Accelerator) -> Literal["cpu", "cuda"]:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return wanted
+
+
+@contextmanager
+def torch_threads(number: int | None, env: EnvFactory) -> Iterator[None]:
+    """Let torch compute with so many threads inside the block; None for those that the env workers leave, at least one.
+
+    Threads of one operation wait for each other; where the envs keep the cores busy, two of them are slower than one, by
+    far.
+    """
+    before = torch.get_num_threads()
+    workers = 1 if env.is_batched else env.num_envs
+    torch.set_num_threads(number or max(1, before - workers))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def make_fabric(

@@ -11,13 +11,7 @@
        ──▶ SizeWeighted strategy (accumulate; divide once by the global valid count) ──▶ optimizer step(s), then version v+1
    WeightPublisher ──weights v+1──▶ every InferenceReplica (swapped between two batches, never inside one)
 
-That is where it goes. What runs today is its synchronous baseline, the same picture without overlap:
-
-   EnvPool (a process per env) ──observation rows──▶ LockstepCollector ──batch of all envs──▶ policy.act
-       ▲                                                                                     │
-       └──────────────────────────── chunks of actions, executed in lockstep ◀───────────────┘
-   LockstepCollector ──global batch [N, T]──▶ SyncFitLoop ──micro-batch──▶ policy.training_step (sum loss, valid count)
-       ──▶ SizeWeighted strategy (accumulate; divide once by the valid count) ──▶ optimizer step(s), then version v+1
+Of this, ``loops/sync.py`` runs the synchronous baseline: the same roles, taking turns.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 
 from vla_async.callbacks import Callback, Checkpoint, Progress, SuccessPlot
 from vla_async.envs.base import EnvFactory, EnvSpec
-from vla_async.fabric import Accelerator, Precision, make_fabric, resolve_accelerator, unpack_optimizers
+from vla_async.fabric import Accelerator, Precision, make_fabric, resolve_accelerator, torch_threads, unpack_optimizers
 from vla_async.interrupts import Interrupts
 from vla_async.loops.base import Loop
 from vla_async.loops.collect import CollectLoop, CollectReport
@@ -45,6 +39,13 @@ from vla_async.policies.base import VLAPolicy
 from vla_async.rng import Split
 from vla_async.run_directory import RunDirectory
 from vla_async.state import TrainState, find_checkpoint, load_weights
+
+_MEANINGS = {
+    "max_steps": ", where -1 is no limit",
+    "max_env_steps": ", or null for no limit",
+    "num_threads": ", or null for the cores that the envs leave free",
+    "val_every_n_steps": ", where 0 is never",
+}
 
 
 class AsyncTrainer:
@@ -67,6 +68,8 @@ class AsyncTrainer:
         accelerator: Fabric's accelerator: ``auto``, ``cpu``, ``cuda``.
         device: index of the device, if the accelerator has several.
         precision: Fabric's precision.
+        num_threads: threads that torch computes with on a CPU; by default as many as the envs leave cores free, and at
+            least one. Another number gives other roundings.
         callbacks: in addition to Checkpoint, Progress and SuccessPlot, which are always there; an instance given here
             takes the place of the default one.
         loggers: in addition to metrics.csv, which is always written.
@@ -88,15 +91,14 @@ class AsyncTrainer:
         accelerator: Accelerator = "auto",
         device: int = 0,
         precision: Precision = "32-true",
+        num_threads: int | None = None,
         callbacks: list[Callback] | None = None,
         loggers: list[Logger] | None = None,
     ) -> None:
-        if max_steps < -1:
-            raise ValueError(f"trainer.max_steps={max_steps} must be -1 (no limit) or a number of steps")
-        if max_env_steps is not None and max_env_steps < 1:
-            raise ValueError(f"trainer.max_env_steps={max_env_steps} must be at least 1, or null for no limit")
-        if val_every_n_steps < 0:
-            raise ValueError(f"trainer.val_every_n_steps={val_every_n_steps} must be 0 (never) or a number of steps")
+        limits = {"max_steps": (max_steps, -1), "max_env_steps": (max_env_steps, 1), "num_threads": (num_threads, 1)}
+        for field, (value, least) in (limits | {"val_every_n_steps": (val_every_n_steps, 0)}).items():
+            if value is not None and value < least:
+                raise ValueError(f"trainer.{field}={value} must be at least {least}{_MEANINGS[field]}")
         if not name or "/" in name or name.startswith("."):
             raise ValueError(f"trainer.name={name!r} must be a plain directory name")
         self.fit_loop, self.sft_loop = fit_loop or SyncFitLoop(), sft_loop or SFTLoop()
@@ -104,11 +106,10 @@ class AsyncTrainer:
         self.max_steps, self.max_env_steps, self.val_every_n_steps = max_steps, max_env_steps, val_every_n_steps
         self.seed, self.name, self.root_dir, self.init_from = seed, name, Path(root_dir), init_from
         self.accelerator, self.device, self.precision = resolve_accelerator(accelerator), device, precision
-        self.callbacks: list[Callback] = [*(callbacks or [])]
+        self.num_threads, self.callbacks, self.loggers = num_threads, [*(callbacks or [])], loggers or []
         for kind in (Checkpoint, SuccessPlot, Progress):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.append(kind())
-        self.loggers = loggers or []
         self.config_text: str | None = None
         self.interrupts = Interrupts()
         self._clock = 0.0  # up to when training time has been counted
@@ -260,7 +261,7 @@ class AsyncTrainer:
 
         The exit stacks make every call, the one pushed last first, whatever the others raise.
         """
-        with self.interrupts:
+        with self.interrupts, torch_threads(self.num_threads, self.env):
             try:
                 yield
             except BaseException as error:

@@ -1,4 +1,13 @@
-"""``SyncFitLoop``: roll out, then train, then roll out again."""
+"""``SyncFitLoop``: roll out, then train, then roll out again.
+
+The baseline in one picture::
+
+   EnvPool (a process per env) ──observation rows──▶ LockstepCollector ──batch of all envs──▶ policy.act
+       ▲                                                                                     │
+       └──────────────────────────── chunks of actions, executed in lockstep ◀───────────────┘
+   LockstepCollector ──global batch [N, T]──▶ SyncFitLoop ──micro-batch──▶ policy.training_step (sum loss, valid count)
+       ──▶ SizeWeighted strategy (accumulate; divide once by the valid count) ──▶ optimizer step(s), then version v+1
+"""
 
 from __future__ import annotations
 
