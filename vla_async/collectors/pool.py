@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_CAUSES = {
+    int(signal.SIGKILL): ", as the kernel does when memory runs out",
+    int(signal.SIGBUS): ", as happens when the shared memory in /dev/shm is full",
+}
+
 
 class WorkerError(RuntimeError):
     """An env worker raised, died or did not answer; the message carries its own traceback where there is one."""
@@ -195,8 +200,7 @@ class EnvPool:
         link.process.join(1.0)
         code = link.process.exitcode
         if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            how += ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+            how = f"was killed by {signal.Signals(-code).name}{_CAUSES.get(-code, '')}"
         else:
             how = f"ended by itself (exit code {code}); what it printed says more"
             if self._state == "starting":

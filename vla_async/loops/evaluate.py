@@ -85,7 +85,7 @@ class EvaluateLoop:
         deterministic: take the mode of the policy instead of sampling.
         on_success: ``continue`` runs each episode to its horizon, which is what makes success_at_end differ from
             success_once; None keeps the factory's own setting.
-        num_videos: how many episodes of the first env of each task are recorded.
+        num_videos: how many episodes of the first env of each task are recorded; of a batch, of its first env only.
         timeout_s: how long an env may take to be built or to answer.
     """
 
