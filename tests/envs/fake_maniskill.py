@@ -60,7 +60,7 @@ class FakeManiSkill:
         if isinstance(action, dict):
             action = action["left"] + action["right"]
         self.position += action
-        self.agent.target = self.agent.target + action
+        self.agent.target = self.agent.target + 2 * action  # a controller's target is ahead of where the arm is
         self.elapsed_steps += 1
         self._reward[:] = self.elapsed_steps
         return {}, self._reward, None, None, self._info()

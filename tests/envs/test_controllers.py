@@ -95,17 +95,31 @@ def test_a_controller_says_which_setting_it_needs(controller: ScriptedController
         controller.reset(simulator())
 
 
+def pushing(cube: list[float], **settings_: Any) -> ManiSkillSimulator:
+    """The gripper 20 cm above the origin, and the cube somewhere."""
+    simulator = maniskill(**settings_)
+    simulator.env.agent.tcp = SimpleNamespace(pose=SimpleNamespace(p=torch.tensor([[0.0, 0.0, 0.2]])))
+    simulator.env.obj = SimpleNamespace(pose=SimpleNamespace(p=torch.tensor([cube])))
+    return simulator
+
+
 def test_a_long_way_is_cut_without_bending_it() -> None:
     """The gripper moves straight: an element that is cut at its bound would change the direction."""
-    simulator = maniskill()
-    position = SimpleNamespace(pose=SimpleNamespace(p=torch.tensor([[0.0, 0.0, 0.2]])))
-    simulator.env.agent.tcp = position
-    simulator.env.obj = SimpleNamespace(pose=SimpleNamespace(p=torch.tensor([[0.47, 0.1, 0.02]])))
-    action = PushCubeController().plan(simulator)
+    action = PushCubeController().plan(pushing([0.47, 0.1, 0.02]))
     assert action.tolist() == [[pytest.approx(1.0), pytest.approx(0.25), pytest.approx(-0.25), -1.0]]
 
 
 def test_noise_grows_with_the_motion_and_spares_the_fingers() -> None:
-    """Else a grasp would shake."""
-    spread = PickCubeController(noise_std=0.5).spread(torch.tensor([[0.1, -0.4, 0.0, 1.0], [0.0, 0.0, 0.0, -1.0]]))
-    assert spread.tolist() == [[pytest.approx(0.4)] * 3 + [0.0], [0.0] * 4]
+    """Else a grasp would shake, and open."""
+    simulator = pushing([0.09, 0.0, 0.02])
+    simulator.action_low, simulator.action_high = (-9.0,) * 4, (9.0,) * 4
+    plan = PushCubeController().plan(simulator)
+    assert plan[0, :3].abs().max().item() == pytest.approx(1.0)
+    away = []
+    for seed in range(400):
+        simulator.seeds = torch.tensor([seed])
+        away.append(PushCubeController(noise_std=0.5).act(simulator) - plan)
+    spread = torch.cat(away).std(0).tolist()
+    assert spread == [pytest.approx(0.5, rel=0.15)] * 3 + [0.0]
+    still = PickCubeController().spread(torch.tensor([[0.0, 0.0, 0.0, 1.0]]))
+    assert not still.any()

@@ -183,7 +183,7 @@ def test_a_partial_reset_is_told_the_rows_and_every_rows_own_seed(batch: Batch) 
     assert fake.resets[-1] == ([10, 2, 30, 4], [1, 3])
     assert observation["state"][:, 0].tolist() == [10.25, 2.0, 30.25, 4.0]
     assert observation["state"][:, 2].tolist() == [1, 0, 1, 0]
-    assert fake.agent.target[:, 0].tolist() == [10.25, 2.0, 30.25, 4.0]
+    assert fake.agent.target[:, 0].tolist() == [10.5, 2.0, 30.5, 4.0]
     simulator = env.simulator
     assert isinstance(simulator, ManiSkillSimulator)
     assert (simulator.seeds.tolist(), simulator.elapsed.tolist()) == ([10, 2, 30, 4], [1, 0, 1, 0])
