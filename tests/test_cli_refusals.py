@@ -60,7 +60,7 @@ ARGUMENTS = {
     "chunk longer than episode": (["--env.chunk_size=99"], "env.chunk_size=99 is longer than env.max_episode_steps=20"),
     "mini-batch larger than batch": (
         ["--trainer.fit_loop.mini_batch_size=999999"],
-        "fit_loop.mini_batch_size=999999 is larger than the global batch of 256 decisions (env.num_envs=4 times",
+        "fit_loop.mini_batch_size=999999 is larger than the global batch of 256 decisions (env.num_envs=16 times",
     ),
     "fit without objective": (["--model.objective=null"], "model.objective is not set; fit needs one"),
     "missing checkpoint": (["--ckpt_path=gone.ckpt"], "ckpt_path='gone.ckpt' is not a file"),
