@@ -17,16 +17,13 @@ ENDLESS: dict[str, Any] = {"fit_loop": SyncFitLoop(decisions_per_env=3, update_e
 
 
 def main(root: Path, mode: str) -> None:
-    """Train until someone ends it (``endless``), until a worker hangs (``hanging``), or for two steps (``short``)."""
+    """Train until someone ends it: after an evaluation with a video (``endless``), or until a worker hangs (``hanging``)."""
     if mode == "endless":
-        make_trainer(root, **ENDLESS).fit(tiny(), ToyEnvs(num_envs=2))
+        options = ENDLESS | {"val_every_n_steps": 1_000_000, "evaluate_loop": EvaluateLoop(num_episodes=2)}
+        make_trainer(root, **options).fit(tiny(), ToyEnvs(num_envs=2))
     if mode == "hanging":
         flag = str(root / "hangs")
         make_trainer(root, **ENDLESS).fit(tiny(), ClockEnvs(fault="hang-in-step", fault_env=1, fault_step=16, flag=flag))
-    if mode == "short":
-        evaluate = EvaluateLoop(num_episodes=2)
-        options = ENDLESS | {"max_steps": 2, "val_every_n_steps": 2, "evaluate_loop": evaluate}
-        make_trainer(root, **options).fit(tiny(), ToyEnvs(num_envs=2))
 
 
 def hold_a_hanging_pool(root: Path) -> None:
