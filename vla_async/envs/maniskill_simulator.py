@@ -35,7 +35,8 @@ class ManiSkillSimulator(Simulator):
 
     On a CPU a seed gives the same initial state as ManiSkill's own ``env.reset(seed=seed)``. On a GPU the seed of a row
     gives that row's initial state, whatever its companions do (:mod:`vla_async.envs.maniskill_rows`); what ManiSkill
-    builds once per row (PegInsertionSide's geometry) stays with the row.
+    builds once per row (PegInsertionSide's geometry) stays with the row, and contacts (``is_grasped``) in the first
+    observation of an episode are those of the row's last env step.
 
     Args:
         env: the ManiSkill env, built by :func:`build_env`; ``simulator.env.unwrapped`` is open to scripted controllers.
@@ -47,7 +48,7 @@ class ManiSkillSimulator(Simulator):
 
     def __init__(self, env: Any, factory: ManiSkillEnvs) -> None:
         self.env, self.factory = env, factory
-        self.num_rows, self.device = int(env.num_envs), torch.device(env.device)
+        self.num_rows, self.device = int(env.num_envs), torch.empty(0, device=env.device).device  # "cuda" becomes "cuda:0"
         self._task = TASKS[factory.task]
         space = env.single_action_space
         self._parts: dict[str, int] | None = None  # several robots: the action of each, side by side
@@ -59,6 +60,7 @@ class ManiSkillSimulator(Simulator):
         self.action_high = tuple(np.concatenate([box.high for box in boxes]).tolist())
         self.seeds = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         self.names = ("state", *factory.image_names)
+        self._never = torch.zeros(self.num_rows, dtype=torch.bool, device=self.device)
         self._tick = 0
 
     @property
@@ -102,8 +104,8 @@ class ManiSkillSimulator(Simulator):
     def step(self, action: Tensor, rows: Tensor) -> SimStep:
         self._tick += 1
         _, reward, _, _, info = self.env.step(self._split(action))
-        never = torch.zeros(self.num_rows, dtype=torch.bool, device=self.device)
-        return SimStep(Observation(self, info), reward.to(torch.float32), info.get("success", never), info.get("fail"))
+        success, failure = info.get("success", self._never), info.get("fail")
+        return SimStep(Observation(self, info), reward.to(torch.float32), success, failure)
 
     def _split(self, action: Tensor) -> Any:
         if self._parts is None:
