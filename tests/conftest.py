@@ -7,6 +7,8 @@ import os
 # Read when torch and NumPy start, here and in every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
+# of what Lightning's own command line calls; jsonargparse 5, which drops it, is excluded
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 import time
 from collections.abc import Iterator
