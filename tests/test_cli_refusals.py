@@ -55,7 +55,7 @@ ARGUMENTS = {
     "ambiguous logger": (["--trainer.loggers+=CSVLogger"], "lightning.fabric.loggers.CSVLogger, lightning.pytorch.loggers"),
     "number out of range": (["--env.num_envs=0"], "env.num_envs=0 must be at least 1"),
     "number out of range, nested": (["--model.objective.clip_low=2"], "objective.clip_low=2.0 must be between 0 and 1"),
-    "trainer number out of range": (["--trainer.max_steps=-7"], "trainer.max_steps=-7 must be at least -1, where -1 is no limit"),
+    "trainer number out of range": (["--trainer.max_steps=-7"], "trainer.max_steps=-7 must be at least -1"),
     "name that is a path": (["--trainer.name=a/b"], "trainer.name='a/b' must be a plain directory name"),
     "chunk longer than episode": (["--env.chunk_size=99"], "env.chunk_size=99 is longer than env.max_episode_steps=20"),
     "mini-batch larger than batch": (
