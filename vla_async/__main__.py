@@ -24,7 +24,7 @@ subcommands:
 
 examples:
   vla-async fit --config recipes/toy_ppo.yaml
-  vla-async fit --config recipes/toy_ppo.yaml --trainer.max_steps 10 --env.num_envs 2
+  vla-async fit --config recipes/toy_ppo.yaml --trainer.max_steps 10 --env.num_envs 8
   vla-async fit --config recipes/toy_ppo.yaml --ckpt_path last       resume the newest run of this name
   vla-async test --config recipes/toy_ppo.yaml --ckpt_path best
   vla-async fit --config recipes/toy_ppo.yaml --print_config         show all settings, with their values
@@ -50,6 +50,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if args and args[0] in ("-h", "--help", "--version"):
         print(__version__ if args[0] == "--version" else HELP, end="\n" if args[0] == "--version" else "")
         return 0
+    if is_process:
+        sys.path.append(os.getcwd())  # a class_path may name a module of the user's own, as with `python -m`
     try:
         check_command_line(args)
         gc.disable()  # importing makes objects and no garbage, and looking for it takes a third of the time
