@@ -1,4 +1,4 @@
-"""The demo's pipeline from end to end, on the toy task so that it takes seconds; the recipe's own test runs the simulator."""
+"""The demo from end to end, on the toy task so that it takes seconds; the recipe's own test runs the simulator."""
 
 from __future__ import annotations
 
