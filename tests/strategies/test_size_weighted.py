@@ -157,7 +157,28 @@ def test_an_idle_strategy_leaves_raw_backwards_alone():
     setup = Setup()
     setup.backward(3)
     setup.optimizer.step()
-    setup.strategy.reset()
+    setup.loss(torch.arange(3)).backward()
+
+
+def test_an_accumulation_lasts_until_all_optimizers_in_it_have_stepped():
+    """Those that got no gradient have nothing to step for."""
+    first, second, idle = (nn.Linear(2, 1) for _ in range(3))
+    fabric = Fabric(accelerator="cpu", strategy=SizeWeightedSingleDeviceStrategy(device="cpu"))
+    optimizers = fabric.setup_optimizers(*(torch.optim.SGD(m.parameters(), 0.1) for m in (first, second, idle)))
+    fabric.backward(sum(m(torch.ones(4, 2)).sum() for m in (first, second)), num_samples=4)
+    optimizers[0].step()
+    with pytest.raises(RuntimeError, match="in the middle of an accumulation"):
+        second(torch.ones(4, 2)).sum().backward()
+    optimizers[1].step()
+    second(torch.ones(4, 2)).sum().backward()
+
+
+def test_a_strategy_that_was_torn_down_leaves_nothing_on_the_parameters():
+    """Not even after a step that was given up: the policy goes on to whatever its user does with it."""
+    setup = Setup()
+    setup.backward(3)
+    setup.strategy.teardown()
+    assert not any(p._post_accumulate_grad_hooks for p in setup.model.parameters())
     setup.loss(torch.arange(3)).backward()
 
 

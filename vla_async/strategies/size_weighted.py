@@ -18,6 +18,7 @@ from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 _HOW = "call fabric.backward(loss_sum, num_samples=valid_count) for each micro-batch, then optimizer.step()"
 
@@ -33,12 +34,14 @@ class _SizeWeighted(Strategy):
         super().__init__(*args, **kwargs)
         self.grad_norm = float("nan")
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._guards: list[RemovableHandle] = []
         self.reset()
 
     def reset(self) -> None:
         """Forget what was accumulated, as after a step. Call it with ``optimizer.zero_grad()`` to give up on a step."""
         self._count = 0
         self._loss: Tensor | float = 0.0
+        self._involved: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that got gradients in it
         self._divided: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -52,18 +55,35 @@ class _SizeWeighted(Strategy):
             raise ValueError("precision 16-mixed scales the loss, which size-weighted accumulation refuses; use bf16-mixed")
         optimizer = super().setup_optimizer(optimizer)
         self._optimizers.add(optimizer)
-        this = weakref.ref(self)
+        this, owner = weakref.ref(self), weakref.ref(optimizer)
 
         def guard(_: Tensor) -> None:
             # Lightning notices a raw loss.backward() only behind a wrapped forward, which a single device goes without
-            strategy = this()
-            if strategy is not None and strategy._count > 0 and not wrappers._in_fabric_backward:
+            strategy, involved = this(), owner()
+            if strategy is None or involved is None:
+                return
+            if wrappers._in_fabric_backward:
+                strategy._involved.add(involved)
+            elif strategy._is_accumulating():
                 raise RuntimeError(f"loss.backward() in the middle of an accumulation is not counted: {_HOW}")
 
         for parameter in _parameters(optimizer):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(guard)
+                self._guards.append(parameter.register_post_accumulate_grad_hook(guard))
         return optimizer
+
+    def teardown(self) -> None:
+        """Leave the parameters as they were before :meth:`setup_optimizer`, and release what Lightning holds."""
+        for handle in self._guards:
+            handle.remove()
+        self._guards.clear()
+        self._optimizers.clear()
+        self.reset()
+        super().teardown()
+
+    def _is_accumulating(self) -> bool:
+        """Whether some optimizer that got gradients has still to step."""
+        return self._count > 0 and (not self._involved or any(owner not in self._stepped for owner in self._involved))
 
     def backward(
         self, tensor: Tensor, module: Module | None = None, *args: Any, num_samples: int | None = None, **kwargs: Any
