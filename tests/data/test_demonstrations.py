@@ -16,7 +16,9 @@ from torchrl.data.replay_buffers.samplers import SliceSampler
 from tests.fakes import KnownPolicy
 from vla_async import keys
 from vla_async.data import Demonstrations, DemonstrationWriter
-from vla_async.envs import EnvSpec
+from vla_async.envs import EnvFactory, EnvSpec, ToyEnvs
+from vla_async.envs.libero import LiberoEnvs
+from vla_async.envs.maniskill import ManiSkillEnvs
 
 SPEC = EnvSpec((-1.0, -1.0), (1.0, 1.0), chunk_size=1, state_dim=3, images={"image": (3, 4, 4)})
 
@@ -157,6 +159,54 @@ def test_a_broken_replacement_puts_the_old_dataset_back(tmp_path: Path, monkeypa
         write(tmp_path / "set", [2, 2], overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
     assert Demonstrations(tmp_path / "set", chunk_size=1).num_frames == 3
+
+
+@pytest.mark.parametrize(
+    ("collected", "used", "message"),
+    [
+        (ToyEnvs(), ToyEnvs(obs="rgb+state"), "collected with obs='state', but env.obs='rgb\\+state'; collect"),
+        (ToyEnvs(obs="rgb"), ToyEnvs(obs="rgb", image_size=8), "collected with image_size=16, but env.image_size=8"),
+        (ToyEnvs(), ToyEnvs(action_dim=3), "collected with action_dim=2, but env.action_dim=3"),
+        (
+            ManiSkillEnvs(task="PushCube-v1", control_mode="pd_ee_delta_pose"),
+            ManiSkillEnvs(task="PushCube-v1", control_mode="pd_joint_delta_pos"),
+            "collected with control_mode='pd_ee_delta_pose', but env.control_mode='pd_joint_delta_pos'",
+        ),
+        (LiberoEnvs(), LiberoEnvs(camera="frontview"), "collected with camera='agentview', but env.camera='frontview'"),
+        (LiberoEnvs(), LiberoEnvs(suite="libero_goal"), "shows .*, but env has"),
+    ],
+    ids=["obs", "image size", "action", "control mode", "camera", "suite"],
+)
+def test_a_dataset_of_other_envs_is_refused(tmp_path: Path, collected: EnvFactory, used: EnvFactory, message: str) -> None:
+    """Imitation would end well, and what it learned would fail in the envs."""
+    of_envs(tmp_path / "set", collected)
+    with pytest.raises(ValueError, match=rf"sft_loop.directory='.*set' .*{message}"):
+        Demonstrations(tmp_path / "set", chunk_size=1).check_env(used)
+
+
+@pytest.mark.parametrize(
+    ("collected", "used"),
+    [
+        (ToyEnvs(), ToyEnvs(num_envs=9, chunk_size=4, batched=True, reward="sparse", success_tol=0.3, image_size=8)),
+        (
+            ManiSkillEnvs(task="PushCube-v1", obs="rgb"),
+            ManiSkillEnvs(task="PushCube-v1", obs="rgb", cameras=["base_camera"]),
+        ),
+        (LiberoEnvs(task_ids=[0]), LiberoEnvs(settle_steps=3, render_quality="fast", init_state_mode="cycle")),
+    ],
+    ids=["toy", "a default written out", "more tasks"],
+)
+def test_a_dataset_serves_envs_that_differ_in_other_ways(tmp_path: Path, collected: EnvFactory, used: EnvFactory) -> None:
+    """Collection uses few envs, and chunks of one action; training need not."""
+    of_envs(tmp_path / "set", collected)
+    Demonstrations(tmp_path / "set", chunk_size=1).check_env(used)
+
+
+def of_envs(directory: Path, factory: EnvFactory) -> None:
+    """A dataset with one episode of the first task of some envs."""
+    writer = DemonstrationWriter(directory, SPEC, factory=factory)
+    writer.add(episode(3, first=0.0), task=factory.task_names[0], instruction="do", success=True, seed=0)
+    writer.write(1)
 
 
 def test_nothing_is_not_written(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from tests.fakes import ClockEnvs, Steady, make_trainer
 from vla_async.collectors.pool import WorkerError
 from vla_async.data import Demonstrations
+from vla_async.envs import ToyEnvs
 from vla_async.loops import CollectLoop
 from vla_async.rng import TRAIN_SEEDS, fold
 
@@ -127,6 +128,24 @@ def test_what_cannot_work_is_refused_before_any_env_is_built(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"trainer.collect_loop.controller is not set"):
         trainer.collect(None, broken)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_any_env_is_built(tmp_path: Path) -> None:
+    """Found at the end, it would cost all episodes."""
+    (tmp_path / "file").touch()
+    trainer = make_trainer(tmp_path / "runs", collect_loop=loop(tmp_path / "file" / "sets" / "set"))
+    with pytest.raises(RuntimeError, match=r"collect_loop.directory='.*set' cannot be written \(Not a directory\); choose"):
+        trainer.collect(None, ClockEnvs(fault="raise-in-build"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_settings_of_the_envs_are_noted(tmp_path: Path) -> None:
+    """Without them imitation cannot see that it is shown something else."""
+    CollectLoop(Steady(0.0), num_episodes=1, max_attempts=500, directory=tmp_path / "new" / "set").run(
+        ToyEnvs(num_envs=1, success_tol=0.5, success_steps=1), seed=0
+    )
+    with pytest.raises(ValueError, match=r"collected with obs='state', but env.obs='rgb'"):
+        Demonstrations(tmp_path / "new" / "set", chunk_size=1).check_env(ToyEnvs(obs="rgb"))
 
 
 @pytest.mark.parametrize(

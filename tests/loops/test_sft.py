@@ -169,6 +169,14 @@ def test_a_missing_dataset_is_refused_before_a_run_is_made(tmp_path: Path) -> No
     assert not (tmp_path / "runs").exists()
 
 
+def test_demonstrations_of_another_task_are_refused_before_a_run_is_made(tmp_path: Path, dataset: Path) -> None:
+    """They would be imitated without a word, and the policy would fail in its envs."""
+    trainer = make_trainer(tmp_path / "runs", sft_loop=SFTLoop(dataset))
+    with pytest.raises(ValueError, match=r"sft_loop.directory='.*set' shows clock, but env has bell; collect"):
+        trainer.sft(tiny(objective=None), ClockEnvs(chunk_size=2, names=("bell",)))
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,7 +1,7 @@
 """Demonstrations on disk: a memory-mapped TensorDict of frames, and LeRobot-style metadata beside it.
 
     <directory>/data/                 TensorDict [frames], memory-mapped: TensorDict.load_memmap reads it
-    <directory>/meta/info.json        env spec, number of episodes and frames, attempts made
+    <directory>/meta/info.json        env spec, settings of the envs, number of episodes and frames, attempts made
     <directory>/meta/episodes.jsonl   per episode: index, task, instruction, length, success, seed
 
 A frame is one env step: ``observation`` (what the action was decided on), ``action`` [A], ``episode_index``,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,28 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from vla_async import keys
-from vla_async.envs.base import EnvSpec
+from vla_async.envs.base import EnvFactory, EnvSpec
 from vla_async.policies.base import VLAPolicy
 
 FORMAT = "vla_async-demonstrations-1"
+
+# names of the settings that decide what an action means and what an observation holds; others may differ between uses
+_DECISIVE = (
+    *("suite", "robot", "control_mode", "action_dim"),
+    *("obs", "image_size", "camera", "wrist_camera", "cameras"),
+)
+
+
+def decisive_settings(factory: EnvFactory) -> dict[str, Any]:
+    """The settings of envs that decide what an observation holds and what an action means, as JSON has them.
+
+    A factory of one's own takes part with those of its fields that have the names the built-in factories use.
+    """
+    settings = {name: getattr(factory, name) for name in _DECISIVE if hasattr(factory, name)}
+    if settings.get("obs") == "state":
+        settings.pop("image_size", None)  # there is no image
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return plain
 
 
 @dataclass(frozen=True)
@@ -44,12 +63,22 @@ def check_target(directory: Path, overwrite: bool) -> None:
 
     Raises:
         FileExistsError: if a dataset stands there and ``overwrite`` is off, or if something else stands there.
+        RuntimeError: if its parent cannot be made or written to.
     """
     if directory.exists():
         ours = (directory / "meta" / "info.json").is_file()
         if not (overwrite and ours):
             fix = "set collect_loop.overwrite to replace it" if ours else "it is no dataset of demonstrations"
             raise FileExistsError(f"collect_loop.directory={str(directory)!r} exists already; {fix}, or choose another")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory.parent):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RuntimeError(
+            f"collect_loop.directory={str(directory)!r} cannot be written ({reason}); choose a place that can be"
+        ) from error
 
 
 class DemonstrationWriter:
@@ -59,14 +88,17 @@ class DemonstrationWriter:
         directory: where the dataset will stand.
         spec: what the envs look like.
         overwrite: replace a dataset that stands there.
+        factory: the envs, whose decisive settings are noted so that a mismatch is found; None notes nothing.
 
     Raises:
         FileExistsError: as :func:`check_target`.
+        RuntimeError: as :func:`check_target`.
     """
 
-    def __init__(self, directory: Path, spec: EnvSpec, overwrite: bool = False) -> None:
+    def __init__(self, directory: Path, spec: EnvSpec, overwrite: bool = False, factory: EnvFactory | None = None) -> None:
         check_target(directory, overwrite)
         self.directory, self.spec = directory, spec
+        self._env = {} if factory is None else decisive_settings(factory)
         self._frames: list[TensorDict] = []
         self._episodes: list[EpisodeInfo] = []
 
@@ -118,6 +150,7 @@ class DemonstrationWriter:
         info = {
             "format": FORMAT,
             "env_spec": self.spec.to_dict(),
+            "env": self._env,
             "total_episodes": len(self._episodes),
             "total_frames": len(frames),
             "attempts": attempts,
@@ -148,7 +181,8 @@ class Demonstrations:
             raise ValueError(f"{directory} has format {info.get('format')!r}, but {FORMAT!r} is expected")
         lines = (directory / "meta" / "episodes.jsonl").read_text().splitlines()
         self.episodes = [EpisodeInfo(**json.loads(line)) for line in lines][:max_episodes]
-        self.attempts: int = info["attempts"]
+        self.directory, self.attempts = directory, int(info["attempts"])
+        self._env: dict[str, Any] = info.get("env", {})  # what wrote it need not have known its envs
         self.num_frames = sum(episode.length for episode in self.episodes)
         if not self.num_frames:
             raise ValueError(f"{directory} holds no episode; collect some with `vla-async collect`")
@@ -157,6 +191,23 @@ class Demonstrations:
         self.frames: TensorDictBase = TensorDict.load_memmap(directory / "data")[: self.num_frames]
         ends = torch.tensor([episode.length for episode in self.episodes]).cumsum(0)
         self._last: Tensor = ends[self.frames["episode_index"]] - 1  # [frames], index of the last frame of the episode
+
+    def check_env(self, factory: EnvFactory) -> None:
+        """See whether what is demonstrated can be done in some envs.
+
+        Raises:
+            ValueError: if they have other tasks, or show or move something else.
+        """
+        here = f"sft_loop.directory={str(self.directory)!r}"
+        fix = "collect demonstrations for these envs, or choose the dataset or the envs anew"
+        if others := sorted({episode.task for episode in self.episodes} - set(factory.task_names)):
+            raise ValueError(f"{here} shows {', '.join(others)}, but env has {', '.join(factory.task_names)}; {fix}")
+        settings = decisive_settings(factory)
+        different = [name for name in settings if name in self._env and self._env[name] != settings[name]]
+        if different:
+            wanted = ", ".join(f"env.{name}={settings[name]!r}" for name in different)
+            recorded = ", ".join(f"{name}={self._env[name]!r}" for name in different)
+            raise ValueError(f"{here} was collected with {recorded}, but {wanted}; {fix}")
 
     def decisions(self, indices: Tensor, tokens: Tensor) -> TensorDict:
         """The decisions that start at some frames.

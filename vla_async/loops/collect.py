@@ -85,6 +85,7 @@ class CollectLoop:
         Raises:
             ValueError: if no controller is set.
             FileExistsError: if the directory is taken.
+            RuntimeError: if the directory cannot be written.
         """
         if self.controller is None:
             raise ValueError("trainer.collect_loop.controller is not set; give a ScriptedController by its class_path")
@@ -114,7 +115,7 @@ class CollectLoop:
             try:
                 collection.run()
             finally:
-                report = self._write(collection)
+                report = self._write(collection, factory)
         if report.episodes < self.num_episodes:
             written = f"; those are in {self.directory}" if report.frames else ""
             raise RuntimeError(
@@ -123,14 +124,14 @@ class CollectLoop:
             )
         return report
 
-    def _write(self, collection: _Collection) -> CollectReport:
+    def _write(self, collection: _Collection, factory: EnvFactory) -> CollectReport:
         kept = collection.successes()
         complete = len(kept) == self.num_episodes
         # which attempts come after the last one kept depends on the number of envs, so they do not count
         attempts = max(kept) + 1 if complete else collection.finished
         frames = 0
         if complete or (kept and not self.directory.exists()):
-            writer = DemonstrationWriter(self.directory, collection.pool.spec, self.overwrite)
+            writer = DemonstrationWriter(self.directory, collection.pool.spec, self.overwrite, factory)
             for episode in kept.values():
                 writer.add(**episode)
                 frames += len(episode["frames"])

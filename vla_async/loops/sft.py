@@ -62,8 +62,14 @@ class SFTLoop(Loop):
         self._data: Demonstrations | None = None
 
     def check(self, trainer: AsyncTrainer) -> None:
-        """Open the dataset, before anything else is started."""
+        """Open the dataset, before anything else is started.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            ValueError: if it is broken, or shows something else than the envs.
+        """
         self._data = Demonstrations(self.directory, trainer.env.chunk_size, self.max_episodes)
+        self._data.check_env(trainer.env)
 
     def open(self, trainer: AsyncTrainer) -> EnvSpec:
         """Say what the demonstrations show."""
