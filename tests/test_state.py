@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,16 @@ def test_a_checkpoint_is_found_by_its_name(tmp_path: Path, fabric: Fabric) -> No
     assert found[0]["counters"]["env_steps"] == 70
     with pytest.raises(ValueError, match="so 'sft' cannot resume it"):
         find_checkpoint("last", tmp_path, "name", stage="sft")
+
+
+def test_reinforcement_learning_starts_from_imitation_although_it_ran_before(tmp_path: Path, fabric: Fabric) -> None:
+    """Whoever repeats a fit from ``last`` means the imitated policy, not what the first fit made of it."""
+    for second, stage in enumerate(("sft", "fit")):
+        state = make_state()
+        state.stage = stage
+        state.save(fabric, tmp_path / "name" / f"2026-01-01_00-00-0{second}" / "checkpoints" / "last.ckpt")
+        os.utime(tmp_path / "name" / f"2026-01-01_00-00-0{second}" / "checkpoints" / "last.ckpt", (second, second))
+    for options, stage in (({"prefer": "sft"}, "sft"), ({"stage": "fit"}, "fit"), ({"stage": "sft"}, "sft"), ({}, "fit")):
+        found = find_checkpoint("last", tmp_path, "name", **options)
+        assert found is not None
+        assert found[0]["stage"] == stage

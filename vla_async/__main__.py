@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
 import sys
@@ -12,6 +13,9 @@ from typing import NoReturn
 
 from vla_async import __version__
 from vla_async.refusals import ConfigError, check_command_line
+
+# what a disk or its owner refuses: for the user to mend, whichever library was writing
+_REFUSED_BY_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 HELP = """usage: vla-async {fit,validate,test,sft,collect} --config FILE [--config FILE ...] [--SECTION.KEY VALUE ...]
 
@@ -63,9 +67,10 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _leave(130) if is_process else 130
     except (ValueError, RuntimeError, ArithmeticError, OSError, ImportError) as error:
-        if os.environ.get("VLA_ASYNC_DEBUG") or not is_ours(error):
+        message = _disk_message(error) or (str(error) if is_ours(error) else None)
+        if os.environ.get("VLA_ASYNC_DEBUG") or message is None:
             raise
-        print(f"vla-async: {error}", file=sys.stderr)
+        print(f"vla-async: {message}", file=sys.stderr)
         return _leave(1) if is_process and isinstance(error, ConfigError) else 1
     return 0
 
@@ -76,6 +81,13 @@ def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _disk_message(error: BaseException) -> str | None:
+    """The path and the reason, if a disk is full or a file may not be touched; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _REFUSED_BY_THE_DISK:
+        return None
+    return f"{error.filename or 'a file could not be written'}: {error.strerror}"
 
 
 def is_ours(error: BaseException) -> bool:

@@ -22,7 +22,7 @@ from vla_async.loops import CollectLoop, EvaluateLoop, EvaluationResult, SFTLoop
 from vla_async.monitor.report import evaluation_table
 from vla_async.policies import VLAPolicy
 from vla_async.refusals import SUBCOMMANDS, ConfigError, check_command_line, check_nulls, explain, subclass_names
-from vla_async.run_directory import resolve_checkpoint
+from vla_async.state import find_checkpoint
 from vla_async.trainer import AsyncTrainer
 
 # written out in every printed and saved configuration, so that it says what ran
@@ -148,7 +148,8 @@ class VLACLI(LightningCLI):
         is_resumed, trainer = config.pop("ckpt_path", None) is not None, self.trainer
         if trainer.init_from is not None and self.subcommand in ("fit", "sft") and not is_resumed:
             # the file, because what `last` and `best` mean changes with every run
-            config.trainer.init_from = str(resolve_checkpoint(trainer.init_from, trainer.root_dir, trainer.name))
+            found = find_checkpoint(trainer.init_from, trainer.root_dir, trainer.name, prefer="sft")
+            config.trainer.init_from = None if found is None else str(found[1])
         text: str = self._parser(self.subcommand).dump(config, skip_none=False)
         return f"# {shlex.join(['vla-async', *self._args])}\n{text}"
 

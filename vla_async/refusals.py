@@ -212,7 +212,8 @@ def _unknown_class(leaf: _Leaf) -> str | None:
         if found := re.match(pattern, leaf.text):
             name = leaf.class_path or found[1]
             kinds = re.findall(r"[\w.]+\.[A-Z]\w+", leaf.types)
-            names = subclass_names(_imported(kinds[0])) if kinds else []
+            loop = re.search(r"(\w+)_loop$", leaf.key)
+            names = subclass_names(_imported(kinds[0]), loop[1] if loop else None) if kinds else []
             text = f"{leaf.key}: {name} {problem.format(base=kinds[0].rpartition('.')[2] if kinds else 'such class')}"
             remedy = _closest(name.rpartition(".")[2], names) + _choices("choices", names)
             return text + remedy + (" (or the class_path of your own)" if names else "")
@@ -237,20 +238,23 @@ def _imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def subclass_names(base: type) -> list[str]:
-    """Names of the importable classes that can stand for ``base``."""
+def subclass_names(base: type, stage: str | None = None) -> list[str]:
+    """Names of the importable classes that can stand for ``base``; of loops, those for ``stage`` if one is given."""
     found: list[str] = []
     subclasses: list[type] = base.__subclasses__()
     for derived in subclasses:
         if not inspect.isabstract(derived) and not derived.__name__.startswith("_"):
-            found.append(derived.__name__)
-        found += subclass_names(derived)
+            if stage is None or getattr(derived, "stage", stage) == stage:
+                found.append(derived.__name__)
+        found += subclass_names(derived, stage)
     return sorted(dict.fromkeys(found))
 
 
 def _closest(name: str, choices: Sequence[str], prefix: str = "") -> str:
-    found = difflib.get_close_matches(name, choices, n=1)
-    return f"; did you mean {prefix}{'.' if prefix else ''}{found[0]}?" if found else ""
+    found = difflib.get_close_matches(name, choices, n=5)
+    # of equally close ones the one that begins alike: few mistype the first letter
+    best = max(found, key=lambda it: (difflib.SequenceMatcher(None, it, name).ratio(), it[:1] == name[:1]), default=None)
+    return f"; did you mean {prefix}{'.' if prefix else ''}{best}?" if best else ""
 
 
 def _choices(what: str, names: Sequence[str]) -> str:

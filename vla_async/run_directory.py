@@ -42,6 +42,12 @@ class RunDirectory:
         return self.path / "videos"
 
 
+def checkpoints_of(name: str, root: Path, which: str) -> list[Path]:
+    """The ``last`` or ``best`` checkpoints of all runs of a name, newest first."""
+    found = (root / name).glob(f"*/checkpoints/{which}.ckpt")
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
 def resolve_checkpoint(ckpt_path: str | os.PathLike[str], root: Path, name: str) -> Path:
     """Find a checkpoint.
 
@@ -58,7 +64,7 @@ def resolve_checkpoint(ckpt_path: str | os.PathLike[str], root: Path, name: str)
         if not path.is_file():
             raise FileNotFoundError(f"ckpt_path={str(path)!r} is not a file; give a file, or last or best")
         return path
-    found = sorted((root / name).glob(f"*/checkpoints/{ckpt_path}.ckpt"), key=lambda path: path.stat().st_mtime)
+    found = checkpoints_of(name, root, str(ckpt_path))
     if not found:
         raise FileNotFoundError(f"ckpt_path={ckpt_path}: no run under {root / name} has checkpoints/{ckpt_path}.ckpt yet")
-    return found[-1]
+    return found[0]

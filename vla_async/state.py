@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from vla_async.policies.base import VLAPolicy
-from vla_async.run_directory import resolve_checkpoint
+from vla_async.run_directory import checkpoints_of, resolve_checkpoint
 
 
 @dataclass
@@ -49,7 +49,8 @@ class TrainState:
         optimizer: its optimizer.
         scheduler: its learning-rate scheduler, stepped with every optimizer step, or None.
         counters: how far the run is.
-        loop: state of the loop, as it stood when the last update ended.
+        loop: state of the loop, as it stood when the last step ended.
+        seed: the run's seed, which a resumed run must have too.
     """
 
     stage: str
@@ -58,16 +59,20 @@ class TrainState:
     scheduler: LRScheduler | None = None
     counters: Counters = field(default_factory=Counters)
     loop: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    _finished: dict[str, Any] | None = None
 
-    def save(self, fabric: Fabric, path: Path) -> None:
-        """Write a checkpoint; an existing one is replaced only by a complete new one.
+    def end_step(self) -> None:
+        """Keep a copy, in main memory, of what a checkpoint written now would hold.
 
-        The file can be read by ``fabric.load`` with ``weights_only`` and by ``policy_class.load_from_checkpoint``.
-
-        Raises:
-            RuntimeError: if it cannot be written (for example, because the disk is full).
+        A run that is cut short is resumed from here: in the middle of an update the weights are already newer than the
+        counters, the envs and the shuffling.
         """
-        content: dict[str, Any] = {
+        self._finished = _copied(self.content())
+
+    def content(self) -> dict[str, Any]:
+        """What a checkpoint holds, as of now."""
+        return {
             "state_dict": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
@@ -80,7 +85,23 @@ class TrainState:
             "env_spec": None if self.policy.env_spec is None else self.policy.env_spec.to_dict(),
             "hyper_parameters": plain_hyper_parameters(self.policy),
             "pytorch-lightning_version": lightning.__version__,
+            "seed": self.seed,
         }
+
+    def save(self, fabric: Fabric, path: Path, finished_step: bool = False) -> None:
+        """Write a checkpoint; an existing one is replaced only by a complete new one.
+
+        The file can be read by ``fabric.load`` with ``weights_only`` and by ``policy_class.load_from_checkpoint``.
+
+        Args:
+            fabric: writes it.
+            path: the file.
+            finished_step: write what :meth:`end_step` kept, if it was called, instead of what is now.
+
+        Raises:
+            RuntimeError: if it cannot be written (for example, because the disk is full).
+        """
+        content = self._finished if finished_step and self._finished is not None else self.content()
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
         try:
@@ -101,6 +122,11 @@ class TrainState:
 
     def restore(self, content: dict[str, Any], path: Path) -> None:
         """Take over what was read from the checkpoint ``path``; raises as :meth:`load`."""
+        if content["seed"] != self.seed:
+            raise ValueError(
+                f"{path} is of a run with trainer.seed={content['seed']}, not {self.seed}; resume it with its own seed, "
+                "or start a new run from its weights with trainer.init_from"
+            )
         load_weights(self.policy, content, path)
         if (self.scheduler is None) != (content["scheduler"] is None):
             has = "no learning-rate scheduler" if self.scheduler is None else "a learning-rate scheduler"
@@ -121,12 +147,26 @@ class TrainState:
 
 
 def find_checkpoint(
-    ckpt_path: str | None, root: Path, name: str, stage: str | None = None
+    ckpt_path: str | None, root: Path, name: str, stage: str | None = None, prefer: str | None = None
 ) -> tuple[dict[str, Any], Path] | None:
-    """Find a checkpoint by :func:`resolve_checkpoint` and read it by :func:`read_checkpoint`; None for none."""
+    """Find a checkpoint by :func:`resolve_checkpoint` and read it by :func:`read_checkpoint`; None for none.
+
+    Args:
+        ckpt_path: as for :func:`resolve_checkpoint`.
+        root: directory of all runs.
+        name: name of the run.
+        stage: the stage that it must be of; ``last`` and ``best`` pass over runs of others.
+        prefer: the stage whose ``last`` or ``best`` is taken if there is one, for example ``sft`` to start RL from.
+    """
     if ckpt_path is None:
         return None
     path = resolve_checkpoint(ckpt_path, root, name)
+    wanted = stage or prefer
+    if wanted is not None and str(ckpt_path) in ("last", "best"):
+        for candidate in checkpoints_of(name, root, str(ckpt_path)):
+            content = read_checkpoint(candidate)
+            if content["stage"] == wanted:
+                return content, candidate
     return read_checkpoint(path, stage), path
 
 
@@ -169,6 +209,15 @@ def load_weights(policy: VLAPolicy, content: dict[str, Any], path: Path) -> None
 def plain_hyper_parameters(policy: VLAPolicy) -> dict[str, Any]:
     """The hyperparameters that survive ``weights_only``: plain values; objects (an objective) are left out."""
     return {name: value for name, value in policy.hparams.items() if _is_plain(value)}
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy of nested dicts and lists whose tensors lie in main memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(map(_copied, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_plain(value: Any) -> bool:

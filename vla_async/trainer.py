@@ -10,7 +10,6 @@
    TrajectoryQueue ──▶ Streamer ──micro-batch──▶ policy.training_step (sum loss, valid count)
        ──▶ SizeWeighted strategy (accumulate; divide once by the global valid count) ──▶ optimizer step(s), then version v+1
    WeightPublisher ──weights v+1──▶ every InferenceReplica (swapped between two batches, never inside one)
-
 Of this, ``loops/sync.py`` runs the synchronous baseline: the same roles, taking turns.
 """
 
@@ -29,6 +28,7 @@ from vla_async.callbacks import Callback, Checkpoint, Progress, SuccessPlot
 from vla_async.envs.base import EnvFactory, EnvSpec
 from vla_async.fabric import Accelerator, Precision, make_fabric, resolve_accelerator, torch_threads, unpack_optimizers
 from vla_async.interrupts import Interrupts
+from vla_async.limits import check_limits
 from vla_async.loops.base import Loop
 from vla_async.loops.collect import CollectLoop, CollectReport
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
@@ -39,13 +39,6 @@ from vla_async.policies.base import VLAPolicy
 from vla_async.rng import Split
 from vla_async.run_directory import RunDirectory
 from vla_async.state import TrainState, find_checkpoint, load_weights
-
-_MEANINGS = {
-    "max_steps": ", where -1 is no limit",
-    "max_env_steps": ", or null for no limit",
-    "num_threads": ", or null for the cores that the envs leave free",
-    "val_every_n_steps": ", where 0 is never",
-}
 
 
 class AsyncTrainer:
@@ -95,12 +88,12 @@ class AsyncTrainer:
         callbacks: list[Callback] | None = None,
         loggers: list[Logger] | None = None,
     ) -> None:
-        limits = {"max_steps": (max_steps, -1), "max_env_steps": (max_env_steps, 1), "num_threads": (num_threads, 1)}
-        for field, (value, least) in (limits | {"val_every_n_steps": (val_every_n_steps, 0)}).items():
-            if value is not None and value < least:
-                raise ValueError(f"trainer.{field}={value} must be at least {least}{_MEANINGS[field]}")
+        check_limits(seed=seed, max_steps=max_steps, max_env_steps=max_env_steps, num_threads=num_threads)
+        check_limits(val_every_n_steps=val_every_n_steps)
         if not name or "/" in name or name.startswith("."):
             raise ValueError(f"trainer.name={name!r} must be a plain directory name")
+        if fit_loop is not None and fit_loop.stage != "fit":
+            raise ValueError(f"trainer.fit_loop={type(fit_loop).__name__} is a loop of {fit_loop.stage}; give a SyncFitLoop")
         self.fit_loop, self.sft_loop = fit_loop or SyncFitLoop(), sft_loop or SFTLoop()
         self.evaluate_loop, self.collect_loop = evaluate_loop or EvaluateLoop(), collect_loop or CollectLoop()
         self.max_steps, self.max_env_steps, self.val_every_n_steps = max_steps, max_env_steps, val_every_n_steps
@@ -111,8 +104,8 @@ class AsyncTrainer:
             if not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.append(kind())
         self.config_text: str | None = None
-        self.interrupts = Interrupts()
-        self._clock = 0.0  # up to when training time has been counted
+        self.interrupts, self._clock = Interrupts(), 0.0  # up to when training time has been counted
+        self.origin: Path | None = None  # the checkpoint that a run started from
 
     # ------------------------------------------------------------------ what users call
 
@@ -180,6 +173,8 @@ class AsyncTrainer:
         merged |= {"env_steps": counters.env_steps, "episodes": counters.episodes, "elapsed_s": counters.elapsed_s}
         merged["lr"] = self.optimizer.param_groups[0]["lr"]
         self.log(merged)
+        with self.interrupts.critical():
+            self.state.end_step()
         for callback in self.callbacks:
             callback.on_step_end(self, merged)
 
@@ -187,11 +182,11 @@ class AsyncTrainer:
         """Write metrics to all loggers, under the current step."""
         self.fabric.log_dict(metrics, step=self.state.counters.step)
 
-    def save_checkpoint(self, name: str) -> Path:
-        """Write ``checkpoints/<name>.ckpt`` of this run."""
+    def save_checkpoint(self, name: str, finished_step: bool = False) -> Path:
+        """Write ``checkpoints/<name>.ckpt`` of this run: the state as it is, or as it was when the last step ended."""
         path = self.run.checkpoints / f"{name}.ckpt"
         with self.interrupts.critical():
-            self.state.save(self.fabric, path)
+            self.state.save(self.fabric, path, finished_step)
         return path
 
     # ------------------------------------------------------------------ how a run is carried out
@@ -210,7 +205,8 @@ class AsyncTrainer:
     def _train(self, loop: Loop, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None) -> None:
         self.policy, self.env = policy, env
         resumed = find_checkpoint(ckpt_path, self.root_dir, self.name, stage=loop.stage)
-        weights = None if resumed else find_checkpoint(self.init_from, self.root_dir, self.name)
+        start = resumed or find_checkpoint(self.init_from, self.root_dir, self.name, prefer="sft")
+        self.origin = start[1] if start else None
         env.check()
         loop.check(self)
         self._open_run()
@@ -218,10 +214,11 @@ class AsyncTrainer:
             self._set_up(loop.stage, loop.open(self))
             if resumed:
                 self.state.restore(*resumed)
-            elif weights:
-                load_weights(policy, *weights)
-            del resumed, weights  # they may be large
+            elif start:
+                load_weights(policy, *start)
+            del resumed, start  # they may be large
             self._clock = time.perf_counter()
+            self.state.end_step()
             for callback in self.callbacks:
                 callback.on_start(self)
             if self.state.counters.step == 0 and (first := self._validate_if_due()):
@@ -247,13 +244,15 @@ class AsyncTrainer:
     def _set_up(self, stage: str, spec: EnvSpec) -> None:
         """Build the policy and its optimizer, on the device."""
         self.policy.build(spec)
+        if self.policy.objective is not None:
+            self.policy.objective.reset()
         self.policy.zero_grad()  # an earlier run may have been cut short between a backward and its step
         optimizer, scheduler = unpack_optimizers(self.policy.configure_optimizers())
         self.module: _FabricModule
         self.optimizer: _FabricOptimizer
         self.module, self.optimizer = self.fabric.setup(self.policy, optimizer)
         self.module.mark_forward_method("imitation_step")
-        self.state = TrainState(stage, self.policy, optimizer, scheduler)
+        self.state = TrainState(stage, self.policy, optimizer, scheduler, seed=self.seed)
 
     @contextmanager
     def _winding_up(self, loop: Loop | None = None) -> Iterator[None]:
@@ -261,10 +260,12 @@ class AsyncTrainer:
 
         The exit stacks make every call, the one pushed last first, whatever the others raise.
         """
+        status = "success"
         with self.interrupts, torch_threads(self.num_threads, self.env):
             try:
                 yield
             except BaseException as error:
+                status = "failed"
                 with self.interrupts.shielded(), ExitStack() as calls:
                     for callback in reversed(self.callbacks):
                         calls.callback(callback.on_exception, self, error)
@@ -272,7 +273,7 @@ class AsyncTrainer:
             finally:
                 with self.interrupts.shielded(), ExitStack() as calls:
                     for logger in self.fabric.loggers:
-                        calls.callback(logger.finalize, "success")
+                        calls.callback(logger.finalize, status)
                     for callback in reversed(self.callbacks):
                         calls.callback(callback.on_end, self)
                     calls.callback(self.evaluate_loop.close)

@@ -29,9 +29,11 @@ class FakeTrainer:
     def __post_init__(self) -> None:
         self.state: Any = SimpleNamespace(stage=self.stage, counters=Counters())
         self.run = SimpleNamespace(path=self.path)
+        self.origin: Path | None = None
         self.sft_loop = SimpleNamespace(max_steps=8)
 
-    def save_checkpoint(self, name: str) -> Path:
+    def save_checkpoint(self, name: str, finished_step: bool = False) -> Path:
+        assert finished_step == (name == "last")  # `last` is what a run is resumed from: never the middle of an update
         self.saved.append((name, self.state.counters.step))
         return self.path / f"{name}.ckpt"
 

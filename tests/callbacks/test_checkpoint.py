@@ -12,6 +12,7 @@ from lightning.fabric import Fabric
 from tests.fakes import make_trainer as real_trainer
 from tests.fakes import tiny
 from vla_async.callbacks import Callback, Checkpoint
+from vla_async.collectors.pool import WorkerError
 from vla_async.envs import ToyEnvs
 from vla_async.loops import SyncFitLoop
 from vla_async.state import read_checkpoint
@@ -58,7 +59,7 @@ def test_without_save_last_the_end_writes_nothing(make_trainer):
 
 
 def test_an_interrupt_writes_last_once_although_the_step_was_saved_before(make_trainer):
-    """An update that was cut short may already have moved the weights."""
+    """What else happened since (a best success) is in the second one only."""
     checkpoint, trainer = Checkpoint(every_n_steps=1), make_trainer()
     checkpoint.on_start(trainer)
     steps(checkpoint, trainer, 1)
@@ -67,14 +68,37 @@ def test_an_interrupt_writes_last_once_although_the_step_was_saved_before(make_t
     assert trainer.saved == [("last", 1), ("last", 1)]
 
 
-@pytest.mark.parametrize("error", [FloatingPointError(), RuntimeError(), AssertionError()])
-def test_an_error_leaves_last_alone(make_trainer, error):
+@pytest.mark.parametrize("error", [FloatingPointError(), OverflowError()])
+def test_a_number_that_is_not_finite_leaves_last_alone(make_trainer, error):
     checkpoint, trainer = Checkpoint(every_n_steps=2), make_trainer()
     checkpoint.on_start(trainer)
     steps(checkpoint, trainer, 3)
     checkpoint.on_exception(trainer, error)
     checkpoint.on_end(trainer)
     assert trainer.saved == [("last", 2)]
+
+
+@pytest.mark.parametrize("error", [WorkerError("killed"), RuntimeError(), KeyboardInterrupt()])
+def test_any_other_end_leaves_what_can_be_resumed(make_trainer, error):
+    """An env that dies after ten hours must not take the ten hours with it."""
+    checkpoint, trainer = Checkpoint(), make_trainer()
+    checkpoint.on_start(trainer)
+    steps(checkpoint, trainer, 3)
+    checkpoint.on_exception(trainer, error)
+    checkpoint.on_end(trainer)
+    assert trainer.saved == [("last", 3)]
+
+
+def test_last_is_written_from_time_to_time(make_trainer, monkeypatch):
+    """It is what remains of a run that is killed."""
+    now = [100.0]
+    monkeypatch.setattr("vla_async.callbacks.checkpoint.time.monotonic", lambda: now[0])
+    checkpoint, trainer = Checkpoint(every_s=60.0), make_trainer()
+    checkpoint.on_start(trainer)
+    for later in (30.0, 31.0, 10.0, 49.0, 1.0):
+        now[0] += later
+        steps(checkpoint, trainer, 1)
+    assert trainer.saved == [("last", 2), ("last", 5)]
 
 
 def test_a_run_that_never_started_has_nothing_to_save(make_trainer):
@@ -122,6 +146,8 @@ def test_a_second_run_of_the_same_trainer_starts_afresh(make_trainer):
 def test_a_negative_interval_is_refused():
     with pytest.raises(ValueError, match=r"checkpoint\.every_n_steps=-1 must be 0"):
         Checkpoint(every_n_steps=-1)
+    with pytest.raises(ValueError, match=r"checkpoint\.every_s=nan must be 0"):
+        Checkpoint(every_s=float("nan"))
 
 
 class BreakAt(Callback):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 from vla_async.callbacks import SuccessPlot
@@ -49,6 +51,21 @@ def test_the_picture_stands_in_the_run_directory(make_trainer, evaluation):
     plot.on_start(trainer)
     plot.on_evaluation_end(trainer, evaluation((1, 1, 5)))
     assert "<svg" in (trainer.path / "curve.svg").read_text()
+
+
+def test_a_disk_that_refuses_the_picture_is_warned_of_once_and_stops_nothing(make_trainer, evaluation):
+    """Hours of training must not end for a picture."""
+    plot, trainer = SuccessPlot(), make_trainer()
+    (trainer.path / ".unfinished-success.png").mkdir()  # nothing can be written in its place
+    plot.on_start(trainer)
+    with pytest.warns(UserWarning, match=r"success.png could not be drawn.* without: Is a directory"):
+        plot.on_evaluation_end(trainer, evaluation((1, 1, 5)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot.on_evaluation_end(trainer, evaluation((2, 1, 5)))
+    (trainer.path / ".unfinished-success.png").rmdir()
+    plot.on_evaluation_end(trainer, evaluation((3, 1, 5)))
+    assert (trainer.path / "success.png").is_file()
 
 
 @pytest.mark.parametrize("filename", ["success", "success.bmp", "../success.png"])

@@ -90,33 +90,66 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
         assert equal(left[part], right[part]), f"{part} differs"
 
 
-class StopInRollout(Callback):
-    """Ctrl-C in the middle of the rollout after a step."""
+class StopIn(Callback):
+    """Ctrl-C in the middle of what follows a step: at the third call of one of the policy's methods."""
 
-    def __init__(self, after: int) -> None:
-        self.after = after
+    def __init__(self, after: int, method: str) -> None:
+        self.after, self.method = after, method
 
     def on_step_end(self, trainer: AsyncTrainer, metrics: Any) -> None:
         if trainer.state.counters.step == self.after:
-            act, calls = trainer.policy.act, iter(range(100))
+            original, calls = getattr(trainer.policy, self.method), iter(range(1000))
 
-            def interrupted(td: Any) -> Any:
+            def interrupted(*args: Any) -> Any:
                 if next(calls) == 2:
                     raise KeyboardInterrupt
-                return act(td)
+                return original(*args)
 
-            trainer.policy.act = interrupted  # type: ignore[method-assign]
+            setattr(trainer.policy, self.method, interrupted)
 
 
-def test_a_run_that_was_interrupted_in_a_rollout_resumes_without_a_trace(tmp_path: Path) -> None:
-    """Ctrl-C mostly comes in a rollout: what had been rolled out is rolled out again, the same."""
-    whole, metrics = fit(tmp_path / "whole", policy(), 3)
+class StopInValidation(Callback):
+    """Ctrl-C at the end of the validation at a step, before anything of it has been logged."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_evaluation_end(self, trainer: AsyncTrainer, result: Any) -> None:
+        if trainer.state.counters.step == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "stop", [StopIn(1, "act"), StopIn(1, "evaluate"), StopInValidation(2)], ids=lambda stop: repr(vars(stop))
+)
+def test_a_run_that_was_interrupted_anywhere_resumes_without_a_trace(tmp_path: Path, stop: Callback) -> None:
+    """Ctrl-C in a rollout, in an update or in a validation: what the step had done so far is done again, the same."""
+    options: dict[str, Any] = {
+        "trainer": {"val_every_n_steps": 2, "evaluate_loop": EvaluateLoop(num_episodes=2, num_videos=0)}
+    }
+    whole, metrics = fit(tmp_path / "whole", policy(), 3, **options)
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path / "cut", policy(), 3, callbacks=[StopInRollout(after=1)])
-    resumed, later = fit(tmp_path / "cut", policy(), 3, ckpt_path="last")
+        fit(tmp_path / "cut", policy(), 3, callbacks=[stop], **options)
+    resumed, later = fit(tmp_path / "cut", policy(), 3, ckpt_path="last", **options)
     assert sorted(later) == [2, 3]
     assert equal(later, {step: metrics[step] for step in later})
     assert equal(everything(whole), everything(resumed))
+
+
+def test_another_seed_does_not_resume_a_run(tmp_path: Path) -> None:
+    """Its envs would start other episodes than those that the checkpoint counts."""
+    fit(tmp_path, policy(), 1)
+    with pytest.raises(ValueError, match=r"of a run with trainer.seed=0, not 1; resume it with its own seed"):
+        fit(tmp_path, policy(), 2, ckpt_path="last", trainer={"seed": 1})
+
+
+def test_a_second_run_of_one_policy_warms_its_critic_up_again(tmp_path: Path) -> None:
+    """Else what an earlier run counted would decide what a later one trains."""
+    learner = policy(critic_warmup_updates=1)
+    fit(tmp_path / "first", learner, 2)
+    before = [value.clone() for value in learner.actor.parameters()]
+    fit(tmp_path / "second", learner, 1)
+    assert equal(before, list(learner.actor.parameters()))
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ class Progress(Callback):
     def on_start(self, trainer: AsyncTrainer) -> None:
         self._metrics, self._validated, self._running = {}, None, True
         self._started = time.perf_counter()
-        _say(f"{trainer.name}: {trainer.state.stage} in {trainer.run.path}")
+        origin = "" if trainer.origin is None else f", from {trainer.origin}"
+        _say(f"{trainer.name}: {trainer.state.stage} in {trainer.run.path}{origin}")
         self._open.enter_context(self.watch(lambda: (self.line(trainer), done(trainer))))
 
     def on_step_end(self, trainer: AsyncTrainer, metrics: Mapping[str, float]) -> None:

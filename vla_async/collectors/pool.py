@@ -181,7 +181,8 @@ class EnvPool:
             answered = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not answered:
                 names = ", ".join(self._links[position].name for position in waiting.values())
-                fix = "raise timeout_s if the env is that slow"
+                setting = "fit_loop.env_timeout_s, evaluate_loop.timeout_s or collect_loop.env_timeout_s"
+                fix = f"if the env is that slow, raise {setting}, whichever was at work"
                 raise WorkerError(f"no answer within {self.timeout_s:g} s from {names}; {fix}")
             for connection in cast(list[Connection], answered):
                 position = waiting.pop(connection)

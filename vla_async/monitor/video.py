@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ def write_video(path: Path, frames: Sequence[Tensor], frames_per_second: int = 2
 class VideoRecorder:
     """Keeps the pictures of the first episodes of some envs, and makes a video of each episode.
 
+    Once the disk has refused a video, there is a warning and no further one is made.
+
     Args:
         directory: where the videos will stand; None records nothing.
         prefix: what their names begin with; task, seed and verdict follow.
@@ -59,7 +63,7 @@ class VideoRecorder:
 
     def begins(self, row: int) -> bool:
         """Whether the episode that begins in env ``row`` is recorded."""
-        if self._left.get(row, 0) == 0:
+        if self.directory is None or self._left.get(row, 0) == 0:
             return False
         self._left[row] -= 1
         self._frames[row] = []
@@ -76,4 +80,14 @@ class VideoRecorder:
         if frames and self.directory is not None:
             verdict = "success" if episode.success_once else "failure"
             name = f"{self.prefix}_{episode.task}_{episode.seed}_{verdict}.mp4".replace("/", "-")
-            self.files.append(write_video(self.directory / name, frames))
+            self._write(self.directory / name, frames)
+
+    def _write(self, path: Path, frames: Sequence[Tensor]) -> None:
+        try:
+            self.files.append(write_video(path, frames))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink()  # what there is of it does not play
+            # names the directory, not the video: Python shows the same warning once, however many evaluations follow
+            rank_zero_warn(f"no videos in {path.parent}, and the evaluation goes on without: {error.strerror or error}")
+            self.directory = None

@@ -56,6 +56,9 @@ class Objective(ABC):
     def end_update(self) -> None:
         """Called once at the end of an update, before its weights are published."""
 
+    def reset(self) -> None:
+        """Forget what earlier runs left, for a new one begins."""
+
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs, in plain numbers."""
         return {}

@@ -150,6 +150,10 @@ class PPO(Objective):
         self.updates += 1
         self.normalizer.end_update()
 
+    def reset(self) -> None:
+        """Count updates from 0 again, which is when the critic warms up, and forget the advantage statistics."""
+        self.updates, self.normalizer = 0, AdvantageNormalizer()
+
     def state_dict(self) -> dict[str, Any]:
         """The number of finished updates and the advantage statistics."""
         return {"updates": self.updates, "normalizer": self.normalizer.state_dict()}

@@ -1,0 +1,24 @@
+"""The numbers that a trainer takes, held to what makes sense."""
+
+from __future__ import annotations
+
+_LIMITS = {
+    "max_steps": (-1, None, ", where -1 is no limit"),
+    "max_env_steps": (1, None, ", or null for no limit"),
+    "val_every_n_steps": (0, None, ", where 0 is never"),
+    "num_threads": (1, None, ", or null for the cores that the envs leave free"),
+    "seed": (0, 2**32 - 1, ""),
+}
+
+
+def check_limits(**numbers: int | None) -> None:
+    """Refuse a trainer's setting that is out of its range; None is always in it.
+
+    Raises:
+        ValueError: names the setting, its value and the range.
+    """
+    for name, value in numbers.items():
+        least, most, meaning = _LIMITS[name]
+        if value is not None and (value < least or (most is not None and value > most)):
+            upper = "" if most is None else f" and at most {most}"
+            raise ValueError(f"trainer.{name}={value} must be at least {least}{upper}{meaning}")
