@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import os
 import signal
 import subprocess
@@ -192,6 +193,26 @@ def test_a_meant_error_is_one_message_unless_it_is_debugged(monkeypatch, capsys)
     monkeypatch.setenv("VLA_ASYNC_DEBUG", "1")
     with pytest.raises(FileNotFoundError):
         main(args)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/runs/toy"), "/runs/toy: Permission denied"),
+        (OSError(errno.EROFS, "Read-only file system", "/runs"), "/runs: Read-only file system"),
+        (OSError(errno.ENOSPC, "No space left on device"), "a file could not be written: No space left on device"),
+    ],
+    ids=["permission", "read-only", "full"],
+)
+def test_a_disk_that_refuses_is_one_line_whoever_was_writing(monkeypatch, capsys, error, message):
+    """It is the user's to mend, and a traceback hides which path it is about."""
+    assert main(failing(monkeypatch, error)) == 1
+    assert f"vla-async: {message}\n" in capsys.readouterr().err
+
+
+def test_another_error_of_the_system_keeps_its_traceback(monkeypatch):
+    with pytest.raises(ConnectionRefusedError):
+        main(failing(monkeypatch, ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")))
 
 
 def test_an_interrupt_ends_with_130(monkeypatch, capsys):
