@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import warnings
 from pathlib import Path
 
 import imageio.v2 as imageio
@@ -99,6 +101,41 @@ def test_recorder_films_the_first_episodes_of_the_watched_envs(tmp_path: Path) -
     recorder.ends(2, episode(False))  # nothing was seen of it: an env in a batch that cannot be pictured
     assert [path.name for path in recorder.files] == ["test_000001_reach-left_7_success.mp4"]
     assert list(tmp_path.iterdir()) == recorder.files
+
+
+def test_a_disk_that_refuses_a_video_is_warned_of_once_and_stops_nothing(tmp_path: Path) -> None:
+    """An evaluation is its figures; the run that it belongs to must not end for a video."""
+    (tmp_path / "videos").touch()
+    recorder = VideoRecorder(tmp_path / "videos", "test_000001", videos_per_env=3)
+    recorder.watch([0, 1])
+    assert recorder.begins(0)
+    assert recorder.begins(1)
+    recorder.add(0, frames(2))
+    recorder.add(1, frames(2))
+    with pytest.warns(UserWarning, match=r"no videos in .*videos, and the evaluation goes on without: File exists"):
+        recorder.ends(0, episode(True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorder.ends(1, episode(True))
+    assert recorder.files == []
+    assert not recorder.begins(0), "its pictures would be for nothing"
+
+
+def test_a_video_that_breaks_off_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not play, and look like one that does."""
+
+    def breaks_off(path: Path, frames: object) -> Path:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("vla_async.monitor.video.write_video", breaks_off)
+    recorder = VideoRecorder(tmp_path, "test_000001", videos_per_env=1)
+    recorder.watch([0])
+    recorder.begins(0)
+    recorder.add(0, frames(2))
+    with pytest.warns(UserWarning, match="No space left on device"):
+        recorder.ends(0, episode(True))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_directory_nothing_is_recorded() -> None:
