@@ -50,6 +50,7 @@ ARGUMENTS = {
     "unknown precision": (["--trainer.precision=16"], "trainer.precision=16 must be 32-true or bf16-mixed"),
     "unknown env": (["--env=ToyEnv"], "env: ToyEnv is no class that is known here; did you mean ToyEnvs?\n  choices: "),
     "unknown policy": (["--model=TinyPolicy"], "did you mean TinyVLAPolicy?\n  choices: "),
+    "unknown loop": (["--trainer.fit_loop=SincFitLoop"], "did you mean SyncFitLoop?\n  choices: SyncFitLoop (or"),
     "unknown callback": (["--trainer.callbacks+=Checkpoints"], "did you mean Checkpoint?\n  choices: "),
     "the choices of callbacks": (["--trainer.callbacks+=Checkpoints"], "SuccessPlot (or the class_path of your own)"),
     "ambiguous logger": (["--trainer.loggers+=CSVLogger"], "lightning.fabric.loggers.CSVLogger, lightning.pytorch.loggers"),
@@ -134,6 +135,7 @@ def test_a_missing_config_names_the_nearest_one(tmp_path):
     [
         ([], "no subcommand; choose fit, validate, test, sft or collect"),
         (["fitt"], "there is no subcommand 'fitt'; did you mean fit?"),
+        (["fot"], "there is no subcommand 'fot'; did you mean fit?"),
         (["--config", RECIPE, "fit"], "the subcommand comes first"),
         (["fit", "--config"], "--config needs a file"),
     ],

@@ -243,9 +243,9 @@ def subclass_names(base: type, stage: str | None = None) -> list[str]:
     found: list[str] = []
     subclasses: list[type] = base.__subclasses__()
     for derived in subclasses:
-        if not inspect.isabstract(derived) and not derived.__name__.startswith("_"):
-            if stage is None or getattr(derived, "stage", stage) == stage:
-                found.append(derived.__name__)
+        fits = stage is None or getattr(derived, "stage", stage) == stage
+        if fits and not inspect.isabstract(derived) and not derived.__name__.startswith("_"):
+            found.append(derived.__name__)
         found += subclass_names(derived, stage)
     return sorted(dict.fromkeys(found))
 
