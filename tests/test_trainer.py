@@ -176,6 +176,15 @@ def test_torch_leaves_the_cores_to_the_envs_while_a_run_lasts(tmp_path: Path, wa
     assert torch.get_num_threads() == before
 
 
+def test_a_policy_is_free_again_after_its_run(tmp_path: Path) -> None:
+    """Its parameters carry no guard of the trainer's: whoever goes on with it in other code may call backward."""
+    learner = tiny()
+    trainer = make_trainer(tmp_path, fit_loop=short(), max_steps=1)
+    trainer.fit(learner, TOY)
+    sum((value**2).sum() for value in learner.parameters()).backward()  # type: ignore[union-attr]
+    assert all(value.grad is not None for value in learner.parameters())
+
+
 def test_bfloat16_trains(tmp_path: Path) -> None:
     """Weights stay in float32; what is stored of a decision is too."""
     trainer = make_trainer(tmp_path, fit_loop=short(), max_steps=2, precision="bf16-mixed")

@@ -61,8 +61,7 @@ class AsyncTrainer:
         accelerator: Fabric's accelerator: ``auto``, ``cpu``, ``cuda``.
         device: index of the device, if the accelerator has several.
         precision: Fabric's precision.
-        num_threads: threads that torch computes with on a CPU; by default as many as the envs leave cores free, and at
-            least one. Another number gives other roundings.
+        num_threads: torch's threads on a CPU; by default the cores that the envs leave, at least one.
         callbacks: in addition to Checkpoint, Progress and SuccessPlot, which are always there; an instance given here
             takes the place of the default one.
         loggers: in addition to metrics.csv, which is always written.
@@ -272,6 +271,7 @@ class AsyncTrainer:
                 raise
             finally:
                 with self.interrupts.shielded(), ExitStack() as calls:
+                    calls.callback(self.fabric.strategy.teardown)
                     for logger in self.fabric.loggers:
                         calls.callback(logger.finalize, status)
                     for callback in reversed(self.callbacks):
