@@ -46,6 +46,8 @@ ARGUMENTS = {
     "null for a number": (["--env.num_envs=null"], "env.num_envs=null must be a whole number"),
     "null for a choice": (["--env.obs=null"], "env.obs=null must be Literal['state', 'rgb', 'rgb+state']"),
     "unknown choice": (["--env.obs=rgbd"], "env.obs=rgbd must be state, rgb or rgb+state; did you mean rgb?"),
+    "camera where there is none": (["--model.use_images=true"], "the envs have no camera; choose an env.obs with rgb"),
+    "nothing to look at": (["--env.obs=rgb", "--model.use_images=false"], "nothing to see: the envs give no state"),
     "unknown choice or bool": (["--model.use_images=x"], "model.use_images=x must be true, false or auto"),
     "unknown precision": (["--trainer.precision=16"], "trainer.precision=16 must be 32-true or bf16-mixed"),
     "unknown env": (["--env=ToyEnv"], "env: ToyEnv is no class that is known here; did you mean ToyEnvs?\n  choices: "),

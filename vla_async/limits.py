@@ -1,6 +1,9 @@
-"""The numbers that a trainer takes, held to what makes sense."""
+"""What a trainer takes, held to what makes sense before anything is started."""
 
 from __future__ import annotations
+
+from vla_async.envs.base import EnvFactory
+from vla_async.policies.base import VLAPolicy
 
 _LIMITS = {
     "max_steps": (-1, None, ", where -1 is no limit"),
@@ -22,3 +25,14 @@ def check_limits(**numbers: int | None) -> None:
         if value is not None and (value < least or (most is not None and value > most)):
             upper = "" if most is None else f" and at most {most}"
             raise ValueError(f"trainer.{name}={value} must be at least {least}{upper}{meaning}")
+
+
+def check_pair(policy: VLAPolicy, env: EnvFactory) -> None:
+    """Refuse a policy and envs that do not go together, and envs that this machine cannot run.
+
+    Raises:
+        ValueError: names the setting and the fix.
+        RuntimeError: names what is missing and how to install it.
+    """
+    policy.check_env(env)
+    env.check()

@@ -28,7 +28,7 @@ from vla_async.callbacks import Callback, Checkpoint, Progress, SuccessPlot
 from vla_async.envs.base import EnvFactory, EnvSpec
 from vla_async.fabric import Accelerator, Precision, make_fabric, resolve_accelerator, torch_threads, unpack_optimizers
 from vla_async.interrupts import Interrupts
-from vla_async.limits import check_limits
+from vla_async.limits import check_limits, check_pair
 from vla_async.loops.base import Loop
 from vla_async.loops.collect import CollectLoop, CollectReport
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
@@ -206,7 +206,7 @@ class AsyncTrainer:
         resumed = find_checkpoint(ckpt_path, self.root_dir, self.name, stage=loop.stage)
         start = resumed or find_checkpoint(self.init_from, self.root_dir, self.name, prefer="sft")
         self.origin = start[1] if start else None
-        env.check()
+        check_pair(policy, env)
         loop.check(self)
         self._open_run()
         with self._winding_up(loop):
@@ -227,7 +227,7 @@ class AsyncTrainer:
     def _evaluate(self, split: Split, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None) -> EvaluationResult:
         self.policy, self.env = policy, env
         weights = find_checkpoint(ckpt_path or self.init_from, self.root_dir, self.name)
-        env.check()
+        check_pair(policy, env)
         self._open_run()
         with self._winding_up():
             self._set_up(split, self.evaluate_loop.open(env).spec)

@@ -169,6 +169,11 @@ class EnvFactory(ABC):
         """The tasks that this factory's envs run, in order. Known without building a simulator."""
 
     @property
+    def observation_names(self) -> frozenset[str] | None:
+        """What stands under ``"observation"``, if it is known without building a simulator; None if it is not."""
+        return None
+
+    @property
     def is_batched(self) -> bool:
         """Whether one simulator steps all ``num_envs`` rows at once (a GPU simulator)."""
         return False

@@ -185,8 +185,7 @@ class LiberoSimulator(Simulator):
 
 
 def _close_forgotten(reference: weakref.ref[LiberoSimulator]) -> None:
-    simulator = reference()
-    if simulator is not None:
+    if (simulator := reference()) is not None:
         simulator.close()
 
 
@@ -240,11 +239,10 @@ class LiberoEnvs(EnvFactory):
         if self.max_episode_steps is None:
             self.max_episode_steps = _HORIZONS[self.suite]
         super().__post_init__()
-        count = NUM_TASKS[self.suite]
-        wrong = [task for task in self.task_ids or [] if not 0 <= task < count]
+        wrong = [task for task in self.task_ids or [] if not 0 <= task < NUM_TASKS[self.suite]]
         if wrong or self.task_ids == []:
             raise ValueError(
-                f"env.task_ids={self.task_ids}: {self.suite} has the tasks 0 to {count - 1}; null takes them all"
+                f"env.task_ids={self.task_ids}: {self.suite} has tasks 0 to {NUM_TASKS[self.suite] - 1}; null takes all"
             )
         for name, least, most in (
             ("image_size", 8, 4096),
@@ -265,6 +263,10 @@ class LiberoEnvs(EnvFactory):
         """The benchmark's own names; ``suite/number`` where LIBERO is not installed."""
         known = installed_task_names(self.suite) or [f"{self.suite}/{task}" for task in range(NUM_TASKS[self.suite])]
         return known if self.task_ids is None else [known[task] for task in self.task_ids]
+
+    @property
+    def observation_names(self) -> frozenset[str]:
+        return frozenset({"state", "image"} | ({"wrist_image"} if self.wrist_camera else set()))
 
     def init_state_index(self, seed: int) -> int:
         """The official initial state, in ``[0, 50)``, that an episode of this seed starts from."""

@@ -130,6 +130,10 @@ class ManiSkillEnvs(EnvFactory):
         """The cameras by the name that their images have in an observation."""
         return {"image" if position == 0 else name: name for position, name in enumerate(self.cameras or ())}
 
+    @property
+    def observation_names(self) -> frozenset[str]:
+        return frozenset(["state", *self.image_names])
+
     def make_simulator(self, index: int, render: bool = False) -> ManiSkillSimulator:
         return ManiSkillSimulator(build_env(self, render), self)
 

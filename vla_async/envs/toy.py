@@ -129,6 +129,10 @@ class ToyEnvs(EnvFactory):
         return ["toy-tracking"]
 
     @property
+    def observation_names(self) -> frozenset[str]:
+        return frozenset({"state": ["state"], "rgb": ["image"], "rgb+state": ["image", "state"]}[self.obs])
+
+    @property
     def is_batched(self) -> bool:
         return self.batched
 

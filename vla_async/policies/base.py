@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_async import keys
-from vla_async.envs.base import EnvSpec
+from vla_async.envs.base import EnvFactory, EnvSpec
 from vla_async.objectives.base import Objective, StepOutput
 
 __all__ = ["StepOutput", "VLAPolicy"]
@@ -31,6 +31,13 @@ class VLAPolicy(LightningModule):
         super().__init__()
         self.objective = objective
         self.env_spec: EnvSpec | None = None
+
+    def check_env(self, env: EnvFactory) -> None:
+        """Refuse envs that the policy cannot serve, by what is known of them before any is built.
+
+        Raises:
+            ValueError: names the setting and the fix.
+        """
 
     @abstractmethod
     def build(self, spec: EnvSpec) -> None:

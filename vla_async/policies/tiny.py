@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_async import keys
-from vla_async.envs.base import EnvSpec
+from vla_async.envs.base import EnvFactory, EnvSpec
 from vla_async.objectives.base import Objective, StepOutput
 from vla_async.policies.base import VLAPolicy
 from vla_async.policies.encoders import ObservationEncoder, hash_words, mlp
@@ -72,6 +72,22 @@ class TinyVLAPolicy(VLAPolicy):
         # named explicitly: under LightningCLI the default would store the parser's view of them, objective included
         self.save_hyperparameters(arguments | {"hidden": list(hidden), "betas": list(betas)})
 
+    def check_env(self, env: EnvFactory) -> None:
+        """Refuse envs that show nothing this policy looks at, before any is built."""
+        names = env.observation_names
+        if names is not None:
+            self._check_sight("state" in names, sorted(names - {"state"}))
+
+    def _check_sight(self, has_state: bool, cameras: list[str]) -> None:
+        use_images = self.hparams["use_images"]
+        if use_images is True and not cameras:
+            raise ValueError("model.use_images=true, but the envs have no camera; choose an env.obs with rgb, or auto")
+        if not has_state and not (use_images and cameras):
+            raise ValueError(
+                f"nothing to see: the envs give no state, and model.use_images={use_images} with cameras {cameras}; "
+                "choose an env.obs with state or rgb, and model.use_images=auto"
+            )
+
     def build(self, spec: EnvSpec) -> None:
         """Create the modules for envs that look like ``spec``; without effect for the same spec again.
 
@@ -84,14 +100,8 @@ class TinyVLAPolicy(VLAPolicy):
                 raise ValueError(f"the policy was built for {self.env_spec}, so it cannot serve {spec}; make a new one")
             return
         options = self.hparams
-        if options["use_images"] is True and not spec.images:
-            raise ValueError("model.use_images=true, but the envs have no camera; choose an env.obs with rgb, or auto")
+        self._check_sight(spec.state_dim is not None, sorted(spec.images))
         cameras = {name: shape[0] for name, shape in spec.images.items()} if options["use_images"] else {}
-        if spec.state_dim is None and not cameras:
-            raise ValueError(
-                f"nothing to see: the envs give no state, and model.use_images={options['use_images']} with cameras "
-                f"{sorted(spec.images)}; choose an env.obs with state or rgb, and model.use_images=auto"
-            )
         self.head: ActionHead
         if options["head"] == "tokens":
             self.head = TokenHead(spec, options["num_bins"])
