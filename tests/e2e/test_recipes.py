@@ -77,11 +77,13 @@ def test_a_maniskill_recipe_runs_from_demonstrations_to_videos(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     fit, tested = few_steps(recipe, 2, "--env.num_envs=2", "--trainer.evaluate_loop.num_episodes=2")
-    assert fit.trainer.state.counters.env_steps == 2 * 4 * 2
+    spec = fit.trainer.policy.env_spec
+    assert spec is not None
+    assert fit.trainer.state.counters.env_steps == 2 * 4 * spec.chunk_size
     assert tested.result.success().n == 2
     (video,) = tested.result.videos
     assert len(imageio.mimread(video, memtest=False)) == 50
-    assert Demonstrations(Path("demos"), chunk_size=2).spec == fit.trainer.policy.env_spec
+    assert Demonstrations(Path("demos"), spec.chunk_size).spec == spec
 
 
 def test_the_libero_recipe_runs_from_demonstrations_to_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +91,7 @@ def test_the_libero_recipe_runs_from_demonstrations_to_videos(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     few = ("--env.num_envs=1", "--trainer.evaluate_loop.num_episodes=1", "--env.image_size=32")
     fit, tested = few_steps("libero_spatial_ppo.yaml", 1, *few)
+    assert fit.trainer.policy.env_spec is not None
     assert set(fit.trainer.policy.env_spec.images) == {"image", "wrist_image"}
     assert fit.trainer.state.counters.env_steps == 4 * 5
     assert tested.result.success().n == 1
