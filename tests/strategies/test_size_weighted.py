@@ -157,7 +157,9 @@ def test_an_idle_strategy_leaves_raw_backwards_alone():
     setup = Setup()
     setup.backward(3)
     setup.optimizer.step()
+    setup.optimizer.zero_grad()
     setup.loss(torch.arange(3)).backward()
+    assert all(p.grad is not None for group in setup.optimizer.param_groups for p in group["params"])
 
 
 def test_an_accumulation_lasts_until_all_optimizers_in_it_have_stepped():

@@ -55,7 +55,7 @@ class ToySimulator(Simulator):
         return torch.stack([td["observation", "state"][self.factory.action_dim :] for td in self._last])
 
     def _observation(self) -> dict[str, Tensor]:
-        names = {"state": ["state"], "rgb": ["image"], "rgb+state": ["image", "state"]}[self.factory.obs]
+        names = sorted(self.factory.observation_names)
         return {name: torch.stack([td["observation", name] for td in self._last]) for name in names}
 
     def reset(self, rows: Tensor, seeds: Tensor) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ class ToyEnvs(EnvFactory):
 
     @property
     def observation_names(self) -> frozenset[str]:
-        return frozenset({"state": ["state"], "rgb": ["image"], "rgb+state": ["image", "state"]}[self.obs])
+        return frozenset({"rgb": "image"}.get(name, name) for name in self.obs.split("+"))
 
     @property
     def is_batched(self) -> bool:
