@@ -25,21 +25,23 @@ class Interrupts:
 
     def __init__(self, same_s: float = 3.0) -> None:
         self.same_s = same_s
-        self._depth, self._pending, self._raised_at = 0, False, -math.inf
+        self._depth, self._raised_at = 0, -math.inf
+        self._pending = ""  # the name of the signal that is held back
         self._previous: dict[int, Any] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
         if self._depth:
-            self._pending = True
+            self._pending = name
         elif time.monotonic() - self._raised_at > self.same_s:
-            self._raise(signal.Signals(number).name)
+            self._raise(name)
 
     def _raise(self, name: str) -> NoReturn:
-        self._pending, self._raised_at = False, time.monotonic()
+        self._pending, self._raised_at = "", time.monotonic()
         raise KeyboardInterrupt(name)
 
     def __enter__(self) -> Interrupts:
-        self._pending, self._raised_at = False, -math.inf
+        self._pending, self._raised_at = "", -math.inf
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)
@@ -59,7 +61,7 @@ class Interrupts:
         finally:
             self._depth -= 1
         if self._pending and not self._depth:
-            self._raise("held back")
+            self._raise(self._pending)
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
@@ -69,4 +71,4 @@ class Interrupts:
             yield
         finally:
             self._depth -= 1
-            self._pending = False
+            self._pending = ""
