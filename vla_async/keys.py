@@ -16,11 +16,15 @@ CHUNK = ("vla_action", "chunk")  # float32 [H, A]
 TOKENS = ("vla_action", "tokens")  # int64 [H, A], token policies only
 ACTION_IS_PAD = "action_is_pad"  # bool [H], true where a demonstration has ended
 LOG_PROB = "action_log_prob"  # float32 [H, A], of every action element; an objective sums it to its own level
+PROXIMAL_LOG_PROB = "proximal_log_prob"  # float32 [H, A], of the trainer's policy at the start of the update
+REFERENCE_LOG_PROB = "reference_log_prob"  # float32 [H, A], of the policy that a KL penalty holds on to
 ENTROPY = "entropy"  # float32 [H, A]
 VALUE = "state_value"  # float32 [1]
 NEXT_VALUE = ("next", "state_value")  # float32 [1], V of the state after the chunk, also where the episode was cut
 ADVANTAGE = "advantage"  # float32 [1]
 VALUE_TARGET = "value_target"  # float32 [1]
+GROUP_ID = "group_id"  # int64 [1], the same for all trajectories of a group, that is of one start; set in padding as well
+LOSS_MASK = "loss_mask"  # bool [1], false where a decision must not be trained on although it was executed
 
 REWARD = ("next", "reward")  # float32 [1], sum over the executed env steps of the chunk
 STEP_REWARDS = ("next", "step_rewards")  # float32 [H], reward of each env step, zero where none was executed

@@ -14,10 +14,10 @@ from vla_async.objectives import losses
 NAN = float("nan")
 
 
-def surrogate(ratio: float, advantage: float) -> tuple[float, float]:
+def surrogate(ratio: float, advantage: float, dual_clip: float | None = None) -> tuple[float, float]:
     """Loss and its gradient with respect to the log-prob, at clip 0.2 and 0.3."""
     log_ratio = torch.tensor(math.log(ratio), requires_grad=True)
-    loss = losses.clipped_surrogate(log_ratio, torch.tensor(advantage), 0.2, 0.3)
+    loss = losses.clipped_surrogate(log_ratio, torch.tensor(advantage), 0.2, 0.3, dual_clip)
     (gradient,) = torch.autograd.grad(loss, log_ratio)
     return loss.item(), gradient.item()
 
@@ -42,6 +42,21 @@ def test_the_clip_fraction_counts_exactly_the_elements_without_gradient(ratio, a
     assert clipped.item() == (surrogate(ratio, advantage)[1] == 0.0)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (5.0, -2.0, 3.0 * 2, 0.0),  # bounded
+        (2.5, -2.0, 2.5 * 2, 2.5 * 2),  # below the bound: as without
+        (0.5, -2.0, 0.8 * 2, 0.0),  # clipped at 1 - clip_low, as without
+        (5.0, 2.0, -1.3 * 2, 0.0),  # a positive advantage knows no second bound
+    ],
+)
+def test_the_dual_clip_bounds_the_loss_of_a_negative_advantage(ratio, advantage, loss, gradient):
+    assert surrogate(ratio, advantage, dual_clip=3.0) == pytest.approx((loss, gradient), rel=1e-5)
+    clipped = losses.is_clipped(torch.tensor(math.log(ratio)), torch.tensor(advantage), 0.2, 0.3, 3.0)
+    assert clipped.item() == (gradient == 0.0)
+
+
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("log_ratio", [-1e4, 1e4])
 def test_a_ratio_that_would_overflow_gives_finite_gradients(log_ratio, advantage):
@@ -51,6 +66,23 @@ def test_a_ratio_that_would_overflow_gives_finite_gradients(log_ratio, advantage
     assert math.isfinite(loss.item())
     assert math.isfinite(gradient.item())
     assert math.isfinite(losses.approx_kl(x).item())
+
+
+@pytest.mark.parametrize(
+    ("correction", "weight", "log_ratio", "loss_weight"),
+    [
+        ("truncated_is", 1.5, math.log(1.1) + math.log(1.5), 1.0),  # below the cap: the whole ratio
+        ("truncated_is", 9.0, math.log(1.1) + math.log(2.0), 1.0),  # its old part counts 2 at most
+        ("truncated_is", 0.1, math.log(1.1) + math.log(0.1), 1.0),  # small weights are left alone
+        ("decoupled", 1.5, math.log(1.1), 1.5),
+        ("decoupled", 9.0, math.log(1.1), 2.0),
+        ("decoupled", 0.1, math.log(1.1), 0.1),
+        ("vtrace", 9.0, math.log(1.1), 2.0),
+    ],
+)
+def test_a_correction_caps_the_weight_and_places_it(correction, weight, log_ratio, loss_weight):
+    got = losses.correct(torch.tensor(math.log(1.1)), torch.tensor(math.log(weight)), correction, 2.0)
+    assert [x.item() for x in got] == pytest.approx([log_ratio, loss_weight])
 
 
 def test_levels_sum_what_was_executed_only():

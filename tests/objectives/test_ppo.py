@@ -10,56 +10,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.objectives.table import LEVELS, RAGGED, VALID, A, B, H, TablePolicy, gradients, make_batch
 from vla_async import keys
 from vla_async.objectives import PPO
-
-B, H, A = 4, 3, 2
-LEVELS = ("token", "action", "chunk")
-
-
-class TablePolicy:
-    """Gives back its parameters, row by row of ``"index"``."""
-
-    def __init__(self, seed: int = 0, drift: float = 0.0, has_critic: bool = True) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.behaviour = torch.randn(B, H, A, generator=generator)
-        self.log_prob = (self.behaviour + drift * torch.randn(B, H, A, generator=generator)).requires_grad_()
-        self.entropy = torch.rand(B, H, A, generator=generator).requires_grad_()
-        self.value = torch.randn(B, 1, generator=generator).requires_grad_()
-        self.has_critic = has_critic
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        return [self.log_prob, self.entropy, self.value]
-
-    def evaluate(self, td: TensorDict) -> TensorDict:
-        index = td["index"]
-        out = {keys.LOG_PROB: self.log_prob[index], keys.ENTROPY: self.entropy[index]}
-        if self.has_critic:
-            out[keys.VALUE] = self.value[index]
-        return TensorDict(out, batch_size=td.batch_size)
-
-
-def make_batch(policy: TablePolicy, executed: list[list[int]] | None = None) -> TensorDict:
-    td = TensorDict({"index": torch.arange(B)}, batch_size=[B])
-    td[keys.LOG_PROB] = policy.behaviour.clone()
-    td[keys.ADVANTAGE] = torch.tensor([[1.0], [-2.0], [0.5], [3.0]])
-    td[keys.VALUE] = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
-    td[keys.VALUE_TARGET] = torch.tensor([[2.0], [-1.0], [0.0], [4.0]])
-    td[keys.EXECUTED] = torch.tensor(executed or [[1] * H] * B, dtype=torch.bool)
-    return td
-
-
-RAGGED = [[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]]
-VALID = {"token": (3 + 1 + 0 + 2) * A, "action": 3 + 1 + 0 + 2, "chunk": 3}
-
-
-def gradients(objective: PPO, policy: TablePolicy, batches: list[TensorDict]) -> tuple[float, int, list[torch.Tensor]]:
-    outputs = [objective(policy, batch) for batch in batches]  # type: ignore[arg-type]
-    loss = sum((output.loss for output in outputs), torch.tensor(0.0))
-    grads = torch.autograd.grad(loss, policy.parameters, allow_unused=True)
-    filled = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, policy.parameters, strict=True)]
-    return loss.item(), sum(output.num_samples for output in outputs), filled
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -150,6 +103,16 @@ FIELDS: dict[str, Any] = {
     "normalize_advantages": False,
     "target_kl": 1e-3,
     "critic_warmup_updates": 9,
+    "dual_clip": 1.01,
+    "correction": "decoupled",
+    "importance_cap": 1.0,
+    "trace_cap": 0.1,
+}
+# what a field needs around it to have an effect
+BASE: dict[str, Any] = {
+    "dual_clip": {"level": "token"},
+    "importance_cap": {"correction": "decoupled"},
+    "trace_cap": {"correction": "vtrace"},
 }
 
 
@@ -158,10 +121,11 @@ def run_one_update(objective: PPO) -> tuple[float, bool]:
     for seed in (0, 1):
         policy = TablePolicy(seed=seed, drift=0.3)
         td = make_batch(policy, [[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]]).unsqueeze(0)
-        td[keys.STEP_REWARDS] = torch.arange(B * H).reshape(1, B, H) * (seed + 1.0)
+        td[keys.STEP_REWARDS] = (torch.arange(B * H) - 6.0).reshape(1, B, H) * (seed + 1.0)
         td[keys.NEXT_VALUE] = td[keys.VALUE] + 0.5
         td[keys.TERMINATED] = torch.tensor([[[False], [False], [True], [False]]])
         td[keys.DONE] = td[keys.TERMINATED].clone()
+        td[keys.PROXIMAL_LOG_PROB] = td[keys.LOG_PROB] + 0.2 * torch.cos(torch.arange(1.0 * B * H * A)).reshape(1, B, H, A)
         batch = objective.prepare(td).reshape(-1)
         policy.value = (batch[keys.VALUE] + batch[keys.VALUE_TARGET]) / 2
         output = objective(policy, batch)
@@ -176,8 +140,9 @@ def test_every_field_is_covered_by_the_effect_test():
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_each_field_has_an_effect(name):
-    assert run_one_update(PPO()) == run_one_update(PPO()), "the comparison below needs a deterministic update"
-    assert run_one_update(PPO()) != run_one_update(PPO(**{name: FIELDS[name]}))
+    base = BASE.get(name, {})
+    assert run_one_update(PPO(**base)) == run_one_update(PPO(**base)), "the comparison below needs a deterministic update"
+    assert run_one_update(PPO(**base)) != run_one_update(PPO(**base | {name: FIELDS[name]}))
 
 
 def test_the_critic_warm_up_touches_no_actor_parameter_and_ends():
@@ -275,6 +240,10 @@ def test_a_policy_without_a_critic_is_refused():
         ({"value_clip": 0.0}, r"objective.value_clip=0.0 must be positive, or null"),
         ({"huber_delta": -1.0}, r"objective.huber_delta=-1.0 must be positive, or null"),
         ({"target_kl": 0.0}, r"objective.target_kl=0.0 must be positive, or null"),
+        ({"dual_clip": 1.0}, r"objective.dual_clip=1.0 must be above 1"),
+        ({"correction": "tis"}, r"objective.correction='tis' .* choose none, truncated_is, decoupled or vtrace"),
+        ({"importance_cap": 0.5}, r"objective.importance_cap=0.5 must be at least 1"),
+        ({"trace_cap": 3.0}, r"objective.trace_cap=3.0 must be positive and at most objective.importance_cap=2.0"),
         ({"critic_warmup_updates": -1}, r"objective.critic_warmup_updates=-1"),
         ({"critic_warmup_updates": 1, "value_coef": 0.0}, r"critic_warmup_updates=1 would train nothing"),
     ],

@@ -13,6 +13,8 @@ from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 from vla_async import keys
 
+_SAME = 1e-6  # outcomes nearer than this differ by rounding
+
 GammaPer = Literal["decision", "env_step"]
 """What one factor of gamma stands for.
 
@@ -64,21 +66,117 @@ def gae(
     Raises:
         ValueError: if the trajectories have no time dimension.
     """
-    if len(trajectories.batch_size) != 2:
-        raise ValueError(f"trajectories must be [N, T], but their batch size is {list(trajectories.batch_size)}")
+    value, next_value, reward, discount, valid = _decisions(trajectories, gamma, gamma_per)
+    # TorchRL's loop form takes a gamma per element, although annotated as a float; its vectorised form builds [N, T, T]
+    done, terminated = trajectories[keys.DONE], trajectories[keys.TERMINATED]
+    advantage, target = generalized_advantage_estimate(
+        cast(float, discount), gae_lambda, value, next_value, reward, done, terminated
+    )
+    trajectories[keys.ADVANTAGE] = torch.where(valid, advantage, 0.0)
+    trajectories[keys.VALUE_TARGET] = torch.where(valid, target, 0.0)
+    return trajectories
+
+
+def _decisions(trajectories: TensorDictBase, gamma: float, gamma_per: GammaPer) -> tuple[Tensor, ...]:
+    """Value, next value (0 where nothing is bootstrapped), reward, discount and validity ``[N, T, 1]``; no padding shows."""
+    check_trajectories(trajectories)
     executed = trajectories[keys.EXECUTED]
     valid, terminated = executed.any(-1, keepdim=True), trajectories[keys.TERMINATED]
     # what is not used may be uninitialised memory, and NaN * 0 is NaN
     value = torch.where(valid, trajectories[keys.VALUE], 0.0)
     next_value = torch.where(valid & ~terminated, trajectories[keys.NEXT_VALUE], 0.0)
     reward, discount = chunk_reward(trajectories[keys.STEP_REWARDS], executed, gamma, gamma_per)
-    # TorchRL's loop form takes a gamma per element, although annotated as a float; its vectorised form builds [N, T, T]
-    advantage, target = generalized_advantage_estimate(
-        cast(float, discount), gae_lambda, value, next_value, reward, trajectories[keys.DONE], terminated
-    )
+    return value, next_value, reward, discount, valid
+
+
+def check_trajectories(trajectories: TensorDictBase) -> None:
+    """Refuse what has no time dimension.
+
+    Raises:
+        ValueError: unless the batch size is ``[N, T]``.
+    """
+    if len(trajectories.batch_size) != 2:
+        raise ValueError(f"trajectories must be [N, T], but their batch size is {list(trajectories.batch_size)}")
+
+
+def vtrace(
+    trajectories: TensorDictBase,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    gamma_per: GammaPer = "decision",
+    rho_cap: float = 1.0,
+    c_cap: float = 1.0,
+) -> TensorDictBase:
+    """Write ``"advantage"`` and ``"value_target"`` by V-trace (Espeholt et al., arXiv 1802.01561) with lambda.
+
+    The weight w of a decision is proximal / behaviour probability of what was executed of its chunk. Against
+    :func:`gae`, with delta the one-step error, e the target minus the value, and e' that of the next decision::
+
+        e = min(rho_cap, w) * delta + gamma * gae_lambda * min(c_cap, w) * e'
+        advantage = delta + gamma * gae_lambda * e'
+
+    On fresh data (w = 1) both are GAE's. The advantage is not yet weighted by rho: the loss does that, after
+    normalisation. TorchRL's V-trace has no lambda, and its caller cannot pad.
+
+    Args:
+        trajectories: as for :func:`gae`, with ``"action_log_prob"`` and ``"proximal_log_prob"``.
+        gamma: discount factor.
+        gae_lambda: decay of the trace, per decision.
+        gamma_per: what one factor of gamma stands for, see :data:`GammaPer`.
+        rho_cap: bound on the weight of a one-step error; it decides what the targets converge to.
+        c_cap: bound on the weight of the trace; it decides how fast.
+
+    Raises:
+        ValueError: if the trajectories have no time dimension or no ``"proximal_log_prob"``.
+    """
+    value, next_value, reward, discount, valid = _decisions(trajectories, gamma, gamma_per)
+    if keys.PROXIMAL_LOG_PROB not in trajectories.keys():
+        raise ValueError(f"V-trace needs {keys.PROXIMAL_LOG_PROB!r}; call objective.recompute before objective.prepare")
+    log_prob = trajectories[keys.PROXIMAL_LOG_PROB] - trajectories[keys.LOG_PROB]
+    log_weight = torch.where(trajectories[keys.EXECUTED].unsqueeze(-1), log_prob, 0.0).sum((-2, -1)).unsqueeze(-1)
+    rho, c = (log_weight.clamp(max=math.log(cap)).exp() for cap in (rho_cap, c_cap))
+    delta = reward + discount * next_value - value
+    decay = discount * gae_lambda * ~trajectories[keys.DONE]
+    advantage, excess = torch.empty_like(delta), torch.zeros_like(delta)
+    following = torch.zeros_like(delta[:, 0])
+    for t in reversed(range(delta.shape[1])):
+        advantage[:, t] = delta[:, t] + decay[:, t] * following
+        following = excess[:, t] = rho[:, t] * delta[:, t] + decay[:, t] * c[:, t] * following
     trajectories[keys.ADVANTAGE] = torch.where(valid, advantage, 0.0)
-    trajectories[keys.VALUE_TARGET] = torch.where(valid, target, 0.0)
+    trajectories[keys.VALUE_TARGET] = torch.where(valid, value + excess, 0.0)
     return trajectories
+
+
+def group_advantages(
+    outcome: Tensor, group: Tensor, kept: Tensor, *, normalize_std: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    """GRPO's advantage of each trajectory: its outcome against those of its group.
+
+    Args:
+        outcome: ``[N]``.
+        group: int64 ``[N]``, equal for the members of a group.
+        kept: bool ``[N]``; the others shift neither mean nor deviation, and get an advantage of 0.
+        normalize_std: divide by the group's standard deviation (of the population) plus ``eps``.
+        eps: see ``normalize_std``.
+
+    Returns:
+        advantages float64 ``[N]``, and bool ``[N]``: whether the kept outcomes of its group are all the same (to 1e-6),
+        so that it says nothing about what is better.
+    """
+    _, index = torch.unique(group, return_inverse=True)
+    outcome = torch.where(kept, outcome.to(torch.float64), 0.0)
+
+    def total(x: Tensor) -> Tensor:
+        """The sum over each member's group, for each member."""
+        return torch.zeros_like(x).index_add_(0, index, x)[index]
+
+    count = total(kept.to(torch.float64)).clamp(min=1.0)
+    centred = torch.where(kept, outcome - total(outcome) / count, 0.0)
+    spread = torch.zeros_like(centred).scatter_reduce_(0, index, centred.abs(), "amax")[index]
+    scale = (total(centred**2) / count).sqrt() + eps if normalize_std else torch.ones_like(centred)
+    equal = spread <= _SAME
+    return torch.where(equal, 0.0, centred / scale), equal
 
 
 class AdvantageNormalizer:

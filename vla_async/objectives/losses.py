@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -43,24 +44,63 @@ def per_decision(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def clipped_surrogate(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def clipped_surrogate(
+    log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
     """PPO's clipped policy loss, per element.
 
     Args:
-        log_ratio: log-prob of the current policy minus that of the behaviour policy. Its magnitude is limited to
-            ``LOG_RATIO_LIMIT``, so that no ratio overflows.
+        log_ratio: log-prob of the current policy minus that of the policy that the clip is centred on. Its magnitude is
+            limited to ``LOG_RATIO_LIMIT``, so that no ratio overflows.
         advantage: broadcastable to ``log_ratio``.
         clip_low: the ratio is clipped at ``1 - clip_low``.
         clip_high: the ratio is clipped at ``1 + clip_high``.
+        dual_clip: the largest ratio that counts where the advantage is negative (Ye et al., arXiv 1912.09729): without it
+            the loss has no bound there. None for no such bound.
     """
     ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    return -torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage)
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantage < 0, torch.minimum(loss, -dual_clip * advantage), loss)
 
 
-def is_clipped(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Bool per element: the clip took its gradient away (the ratio has already moved far enough in the good direction)."""
+def is_clipped(
+    log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """Bool per element: a clip of :func:`clipped_surrogate` took its gradient away."""
     ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    return ((advantage > 0) & (ratio > 1.0 + clip_high)) | ((advantage < 0) & (ratio < 1.0 - clip_low))
+    far_down = (ratio < 1.0 - clip_low) | (ratio > dual_clip) if dual_clip is not None else ratio < 1.0 - clip_low
+    return ((advantage > 0) & (ratio > 1.0 + clip_high)) | ((advantage < 0) & far_down)
+
+
+Correction = Literal["none", "truncated_is", "decoupled", "vtrace"]
+"""What is done about the age of the data. Three policies take part: the *behaviour* policy decided, the *proximal* one is
+the trainer's at the start of the update, the *current* one is being trained. On fresh data all four choices are the same.
+
+``none``: the ratio is current / behaviour, and clipped around the behaviour policy.
+``truncated_is``: the same, but its old part, proximal / behaviour, counts ``importance_cap`` at most. This bounds the loss
+of stale decisions with a negative advantage, and keeps their gradient.
+``decoupled``: the ratio is current / proximal, clipped around the proximal policy, and the loss of each element is weighted
+by proximal / behaviour, ``importance_cap`` at most (decoupled PPO, Hilton et al., arXiv 2110.00641). So no stale element
+begins outside of the clip.
+``vtrace``: as ``decoupled``, with V-trace's advantages and value targets in place of GAE's (see ``advantages.vtrace``).
+"""
+
+
+def correct(since_proximal: Tensor, age: Tensor, correction: Correction, cap: float) -> tuple[Tensor, Tensor]:
+    """The log-ratio that is clipped and the weight of the clipped loss, per element, for every correction but ``none``.
+
+    Args:
+        since_proximal: log-prob of the current policy minus that of the proximal one.
+        age: log-prob of the proximal policy minus that of the behaviour policy, without gradient.
+        correction: see :data:`Correction`.
+        cap: the largest weight.
+    """
+    capped = age.clamp(max=math.log(cap))
+    if correction == "truncated_is":
+        return since_proximal + capped, torch.ones_like(capped)
+    return since_proximal, capped.exp()
 
 
 def approx_kl(log_ratio: Tensor) -> Tensor:
