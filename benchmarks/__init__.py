@@ -1,0 +1,1 @@
+"""vla_async measured beside what TorchRL offers; each benchmark runs alone: ``python -m benchmarks.rollout --help``."""
