@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from tests.objectives.table import LEVELS, RAGGED, VALID, A, B, H, TablePolicy, gradients, make_batch
 from vla_async import keys
-from vla_async.objectives import PPO
+from vla_async.objectives import GRPO, PPO
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -253,14 +253,17 @@ def test_impossible_values_are_refused_on_construction(options, message):
         PPO(**options)
 
 
-def test_a_config_file_can_name_it_by_class_path():
+@pytest.mark.parametrize("objective", [PPO(gamma=0.8, correction="decoupled"), GRPO(group_size=4, dual_clip=3.0)])
+def test_a_config_file_can_name_it_by_class_path(objective):
     from jsonargparse import ArgumentParser
 
     from vla_async.policies import TinyVLAPolicy
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(TinyVLAPolicy, "model")
-    model = {"class_path": "vla_async.policies.TinyVLAPolicy"}
-    model["init_args"] = {"objective": {"class_path": "vla_async.objectives.PPO", "init_args": {"gamma": 0.8}}}
+    model: dict[str, Any] = {"class_path": "vla_async.policies.TinyVLAPolicy"}
+    init_args = {field.name: getattr(objective, field.name) for field in dataclasses.fields(objective) if field.init}
+    name = f"vla_async.objectives.{type(objective).__name__}"
+    model["init_args"] = {"objective": {"class_path": name, "init_args": init_args}}
     config = parser.parse_object({"model": model})
-    assert parser.instantiate(config).model.objective == PPO(gamma=0.8)
+    assert parser.instantiate(config).model.objective == objective
