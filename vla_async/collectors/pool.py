@@ -44,7 +44,7 @@ class _Link:
     name: str
 
 
-def _context() -> Any:
+def worker_context() -> Any:
     """Workers come from a server process that has imported torch once: quick to start, and safe beside CUDA.
 
     Policies too, and Lightning with them: a worker imports the user's script, which will ask for them.
@@ -86,7 +86,7 @@ class EnvPool:
         # a pool that nobody closed ends its workers when it is forgotten, or before Python would wait for them at exit
         Finalize(self, _end_workers, args=(self._links, 0.5), exitpriority=0)
         chosen = [0] if factory.is_batched else list(range(factory.num_envs) if indices is None else indices)
-        context = _context()
+        context = worker_context()
         try:
             for position, index in enumerate(chosen):
                 ours, theirs = context.Pipe()
@@ -198,14 +198,7 @@ class EnvPool:
         return dict(sorted(received.items()))
 
     def _lost(self, link: _Link) -> WorkerError:
-        link.process.join(1.0)
-        code = link.process.exitcode
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}{_CAUSES.get(-code, '')}"
-        else:
-            how = f"ended by itself (exit code {code}); what it printed says more"
-            if self._state == "starting":
-                how += "; a script that starts envs must do so under `if __name__ == '__main__':`"
+        how = how_it_ended(link.process, starting=self._state == "starting")
         return WorkerError(f"{link.name} (pid {link.process.pid}) {how}")
 
     def close(self, grace_s: float = 2.0) -> None:
@@ -218,6 +211,16 @@ class EnvPool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(grace_s=0.5 if error is not None else 2.0)
+
+
+def how_it_ended(process: BaseProcess, starting: bool = False) -> str:
+    """What became of a process that has ended, as the end of a sentence about it."""
+    process.join(1.0)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}{_CAUSES.get(-code, '')}"
+    how = f"ended by itself (exit code {code}); what it printed says more"
+    return how + "; a script that starts envs must do so under `if __name__ == '__main__':`" if starting else how
 
 
 def _end_workers(links: list[_Link], grace_s: float) -> None:

@@ -161,7 +161,7 @@ class _Worker:
             leaf.copy_(source[name])
 
 
-class _Reporting:
+class Reporting:
     """Tells the pool of any error inside the block, by its traceback, and ends the worker."""
 
     def __init__(self, link: Connection) -> None:
@@ -189,6 +189,17 @@ def _die_with_parent() -> None:
         fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
+def leave_signals_to_parent() -> None:
+    """Let the parent alone decide when this process ends, and the kernel when the parent is gone.
+
+    On Ctrl-C, and where a scheduler signals all processes of a job at once, the signal reaches this process too.
+    """
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def run_worker(
     link: Connection, factory: EnvFactory, index: int, render: bool, controller: ScriptedController | None
 ) -> None:
@@ -196,15 +207,11 @@ def run_worker(
 
     Commands are ``("reset", record)`` and ``("step",)``; ``None`` ends the worker.
     """
-    _die_with_parent()
-    # the pool decides when a worker ends, also on Ctrl-C and where a scheduler signals all processes of a job at once
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    leave_signals_to_parent()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     try:
-        with _Reporting(link):
+        with Reporting(link):
             env = factory.make(index, render)
             link.send(Ready(env.env_spec, env.num_rows))
         try:
@@ -217,7 +224,7 @@ def run_worker(
 
 def _serve(link: Connection, worker: _Worker) -> None:
     while (command := link.recv()) is not None:
-        with _Reporting(link):
+        with Reporting(link):
             if command[0] == "reset":
                 worker.env.recording = command[1]
                 reply = worker.reset(worker.rows.active)

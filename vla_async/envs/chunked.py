@@ -106,6 +106,11 @@ class ChunkedEnv(EnvBase):
             images=cast(dict[str, tuple[int, int, int]], images),
         )
 
+    @property
+    def observed(self) -> dict[str, Tensor]:
+        """What the next decision sees, by name, each ``[N, ...]``."""
+        return self._observation
+
     def reset_rows(self, rows: Tensor, seeds: Tensor) -> dict[str, Tensor]:
         """Start an episode in ``rows`` (bool ``[N]``) from ``seeds`` (int64 ``[N]``); returns all rows' observation."""
         observation = self.simulator.reset(rows, seeds)

@@ -1,0 +1,182 @@
+"""``ActingPolicy``: any policy, as a function from rows of a slab to rows of a slab."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from vla_async import keys
+from vla_async.collectors.slab import Key, Leaf, read_texts
+from vla_async.policies.base import VLAPolicy
+
+VERSION_LEAF = Leaf((keys.POLICY_VERSION,), (1,), torch.int64, "decision")
+REQUEST_KEY: Key = (keys.REQUEST_KEY,)
+TOKENS: Key = (keys.INSTRUCTION_TOKENS,)
+
+
+class ActingPolicy:
+    """A policy on its device, and which leaves it reads and writes.
+
+    Args:
+        policy: a :class:`VLAPolicy`, or anything that is called with a TensorDict and writes actions into it.
+        leaves: what the envs give, and the actions that they take.
+        device: where the policy computes.
+        autocast: element type of its matrix products, or None for that of its weights.
+        batch_sizes: the sizes that a forward pass may have; a batch is filled up to the next one with copies of its
+            first row. None for any size.
+
+    Attributes:
+        reads: leaves that are gathered for it.
+        writes: leaves that it makes, among them the actions.
+        has_value: whether it writes ``"state_value"``, which then is also asked for at the end of a slot.
+
+    Raises:
+        ValueError: if it reads what no env gives, or does not write the actions that the envs take.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[TensorDictBase], Any],
+        leaves: Sequence[Leaf],
+        *,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        batch_sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.device, self._autocast, self._sizes = device, autocast, sorted(batch_sizes or [])
+        self.policy = policy.to(device).eval() if isinstance(policy, nn.Module) else policy
+        self.is_vla = isinstance(policy, VLAPolicy)
+        self._tokens: dict[bytes, Tensor] = {}
+        self._pinned: dict[Key, Tensor] = {}
+        observed = {leaf.key: leaf for leaf in leaves if leaf.role == "observation"}
+        self.reads = [observed[key] for key in self._wanted(observed)]
+        self.writes = self._probe(observed)
+        self.has_value = any(leaf.key == (keys.VALUE,) for leaf in self.writes)
+        missing = [leaf.key for leaf in leaves if leaf.role == "decision" and leaf.key[0] != "collector"]
+        missing = [key for key in missing if key not in {leaf.key for leaf in self.writes}]
+        if missing:
+            made = [leaf.key for leaf in self.writes]
+            raise ValueError(f"the envs take the actions {missing}, but the policy does not write them; it writes {made}")
+
+    def _wanted(self, observed: Mapping[Key, Leaf]) -> list[Key]:
+        if self.is_vla:
+            return [key for key in observed if key[0] == keys.OBSERVATION or key == (keys.INSTRUCTION,)]
+        declared = getattr(self.policy, "in_keys", None)
+        if declared is None:
+            return list(observed)
+        wanted = [(key,) if isinstance(key, str) else tuple(key) for key in declared]
+        found = [leaf for leaf in observed for key in wanted if leaf[: len(key)] == key]
+        absent = [key for key in wanted if not any(leaf[: len(key)] == key for leaf in observed)]
+        if absent:
+            fix = "for a recurrent state, append a TensorDictPrimer to the env (policy.make_tensordict_primer())"
+            raise ValueError(f"the policy reads {absent}, but the envs give only {list(observed)}; {fix}")
+        return list(dict.fromkeys(found))
+
+    def _probe(self, observed: Mapping[Key, Leaf]) -> list[Leaf]:
+        """What the policy writes, found out with a decision on zeros."""
+        zeros = {leaf.key: torch.zeros(1, *leaf.shape, dtype=leaf.dtype) for leaf in self.reads}
+        inputs = self._inputs(zeros, torch.zeros(1, dtype=torch.int64))
+        given = {_tuple(key) for key in inputs.keys(True, True)}
+        # a policy may write over what it reads only under "next": that is how it carries a state of its own
+        outputs = self.forward(inputs)
+        found: dict[Key, Tensor] = {
+            _tuple(key): value for key, value in outputs.items(True, True) if isinstance(value, Tensor)
+        }
+        leaves = []
+        for key, value in found.items():
+            if key[0] == "next":
+                if key[1:] not in observed:
+                    raise ValueError(
+                        f"the policy writes {key}, but the envs give no {key[1:]}; append a TensorDictPrimer to them"
+                    )
+                leaves.append(Leaf(key[1:], tuple(value.shape[1:]), value.dtype, "observation", carried=True))
+            elif key not in given or key in (TOKENS, REQUEST_KEY):
+                leaves.append(Leaf(key, tuple(value.shape[1:]), value.dtype, "decision"))
+        return leaves
+
+    def _inputs(self, rows: Mapping[Key, Tensor], request_keys: Tensor) -> TensorDict:
+        size = len(request_keys)
+        source: dict[Any, Any] = {}
+        for leaf in self.reads:
+            if not leaf.is_text:
+                source[leaf.key] = rows[leaf.key]
+            elif self.is_vla:
+                source[TOKENS] = self._tokenized(rows[leaf.key])
+            else:
+                source[leaf.key] = read_texts(rows[leaf.key], (size,))
+        if self.is_vla:
+            source[REQUEST_KEY] = request_keys.unsqueeze(-1)
+        td = TensorDict(source, batch_size=[size])
+        if self.device.type == "cpu":
+            return td
+        return TensorDict(
+            {key: _to(value, self.device) for key, value in source.items()}, batch_size=[size], device=self.device
+        )
+
+    def _tokenized(self, texts: Tensor) -> Tensor:
+        raw = [row.tobytes() for row in texts.numpy()]
+        assert isinstance(self.policy, VLAPolicy)
+        for text in set(raw) - self._tokens.keys():
+            self._tokens[text] = self.policy.tokenize(text.rstrip(b"\0").decode()).cpu()
+        return torch.stack([self._tokens[text] for text in raw])
+
+    def forward(self, inputs: TensorDict) -> TensorDictBase:
+        """Let the policy decide; returns what it gave back, with all it wrote."""
+        context: AbstractContextManager[Any] = nullcontext()
+        if self._autocast is not None:
+            context = torch.autocast(self.device.type, dtype=self._autocast)
+        with torch.no_grad(), context:
+            outputs = self.policy.act(inputs) if isinstance(self.policy, VLAPolicy) else self.policy(inputs)
+        return inputs if outputs is None else outputs
+
+    def decide(
+        self, gather: Callable[[Leaf, Tensor, Tensor | None], Tensor], rows: Tensor, request_keys: Tensor
+    ) -> dict[Key, Tensor]:
+        """Decide for rows of a slab.
+
+        Args:
+            gather: copies a leaf's rows out, into a tensor if one is given.
+            rows: int64 ``[B]``.
+            request_keys: int64 ``[B]``.
+
+        Returns:
+            What it wrote, on the CPU, by the keys of :attr:`writes`, each ``[B, ...]``.
+        """
+        size = len(rows)
+        rows, request_keys = self._filled(rows), self._filled(request_keys)
+        seen = {leaf.key: gather(leaf, rows, self._staging(leaf, len(rows))) for leaf in self.reads}
+        outputs = self.forward(self._inputs(seen, request_keys))
+        made = {}
+        for leaf in self.writes:
+            key = ("next", *leaf.key) if leaf.carried else leaf.key
+            made[leaf.key] = outputs.get(key)[:size].to("cpu", non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return made
+
+    def _filled(self, values: Tensor) -> Tensor:
+        """Padded to the next allowed batch size."""
+        size = next((size for size in self._sizes if size >= len(values)), len(values))
+        return values if size == len(values) else torch.cat([values, values[:1].expand(size - len(values))])
+
+    def _staging(self, leaf: Leaf, size: int) -> Tensor | None:
+        """Pinned memory for a leaf's rows on their way to a GPU."""
+        if self.device.type != "cuda" or leaf.is_text:
+            return None
+        buffer = self._pinned.get(leaf.key)
+        if buffer is None or len(buffer) < size:
+            self._pinned[leaf.key] = buffer = torch.empty(size, *leaf.shape, dtype=leaf.dtype, pin_memory=True)
+        return buffer[:size]
+
+
+def _tuple(key: Any) -> Key:
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device, non_blocking=True)

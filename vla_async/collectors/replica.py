@@ -1,0 +1,315 @@
+"""The process of an ``InferenceReplica``: a copy of the policy on one device, which answers the envs in dynamic batches."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import select
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor, nn
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from vla_async import keys
+from vla_async.collectors.acting import ActingPolicy
+from vla_async.collectors.batcher import DynamicBatcher, Share
+from vla_async.collectors.board import Board, SlotState
+from vla_async.collectors.slab import Key, Leaf, Slab
+from vla_async.collectors.tally import Tally
+from vla_async.collectors.wires import PAUSED, Ask, EnvAddress, Wires, clock
+from vla_async.collectors.worker import Reporting, leave_signals_to_parent
+from vla_async.rng import fold
+from vla_async.weights.publisher import SharedWeights, WeightReceiver
+
+
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """How a replica works.
+
+    Attributes:
+        device: where the policy computes.
+        max_batch_size: Bmax, in rows.
+        max_wait_s: Tmax, in seconds.
+        lockstep: answer only when all envs of the replica have asked.
+        seed: of torch's generators, for policies that draw from them.
+        exploration_type: what the policy samples.
+        autocast: see :class:`ActingPolicy`.
+        batch_sizes: see :class:`ActingPolicy`.
+        compile_policy: compile the policy with ``torch.compile`` (with CUDA graphs on a GPU).
+        num_threads: torch's threads, on a CPU.
+    """
+
+    device: torch.device
+    max_batch_size: int
+    max_wait_s: float
+    lockstep: bool
+    seed: int
+    exploration_type: ExplorationType
+    autocast: torch.dtype | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    compile_policy: bool = False
+    num_threads: int = 1
+
+
+@dataclass(frozen=True)
+class ReplicaReady:
+    """A replica's first message: what its policy writes, and whether it has a critic."""
+
+    writes: list[Leaf]
+    has_value: bool
+
+
+@dataclass(frozen=True)
+class ReplicaOrders:
+    """What a replica is told once the slab exists.
+
+    Attributes:
+        slab: where to read and write.
+        board: shared bookkeeping.
+        envs: the envs that it answers.
+        weights: where newer weights will lie.
+        tally: what it counts.
+        request_base: int64 ``[N]``; a row's k-th decision has the key ``base + k``.
+    """
+
+    slab: Slab
+    board: Board
+    envs: list[EnvAddress]
+    weights: SharedWeights | None
+    tally: Tally
+    request_base: Tensor
+
+
+@dataclass
+class _Request:
+    """A decision for an env, or the end of a slot (``rows`` are then those of the slab that want a value)."""
+
+    generation: int
+    sent: float
+    address: EnvAddress | None = None
+    slot: int = -1
+    rows: Tensor | None = None
+    answered: int = 0
+
+
+class InferenceReplica:
+    """Answers the requests of its envs in batches.
+
+    Args:
+        number: its number among the replicas.
+        acting: the policy.
+        settings: how it works.
+        orders: what it works with.
+        wires: the channels.
+    """
+
+    def __init__(
+        self, number: int, acting: ActingPolicy, settings: ReplicaSettings, orders: ReplicaOrders, wires: Wires
+    ) -> None:
+        self.number, self.acting, self.settings, self.orders, self.wires = number, acting, settings, orders, wires
+        self.slab, self.board = orders.slab, orders.board
+        self._envs = {address.rows.start: address for address in orders.envs}
+        rows = sum(len(address.rows) for address in orders.envs)
+        # when all rows wait, nothing else can come
+        most = rows if settings.lockstep else min(settings.max_batch_size, rows)
+        self._most = min(settings.max_batch_size, rows)
+        self.batcher: DynamicBatcher[_Request] = DynamicBatcher(
+            most, float("inf") if settings.lockstep else settings.max_wait_s
+        )
+        self._generations = dict.fromkeys(self._envs, 0)
+        self._slot, self._step = torch.from_numpy(self.board.slot), torch.from_numpy(self.board.step)
+        self._decisions = torch.from_numpy(self.board.decisions)
+        self._leaves = {leaf.key: self.slab.rows(leaf.key) for leaf in orders.slab.layout.leaves}
+        self._receiver = None
+        if orders.weights is not None and isinstance(acting.policy, nn.Module):
+            fixed = acting.device.type != "cpu" or settings.compile_policy
+            self._receiver = WeightReceiver(acting.policy, orders.weights, copy=fixed)
+        self._latest, self._began, self._paused = -float("inf"), clock(), False
+
+    @property
+    def version(self) -> int:
+        return 0 if self._receiver is None else self._receiver.version
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        asks = self.wires.asks[self.number]
+        if self._receiver is not None:
+            self.wires.acks.send(self.number, self.version, self._receiver.checksum())
+        while True:
+            deadline = None if self._paused else self.batcher.next_deadline()
+            timeout = None if deadline is None or deadline == float("inf") else max(0.0, deadline - clock())
+            select.select([asks], [], [], timeout)
+            for record in asks.receive():
+                if not self._hear(*record):
+                    return
+            batch = None if self._paused else self.batcher.pop_due(self._now())
+            if batch is not None:
+                self._answer_all(batch)
+            self.orders.tally.seconds[1] = clock() - self._began
+
+    def _now(self) -> float:
+        self._latest = max(self._latest, clock())
+        return self._latest
+
+    def _hear(self, what: int, generation: int, id: int, sent: float) -> bool:
+        """Take in a record; False if it says to stop."""
+        if what == Ask.DECIDE and generation == self._generations[id]:
+            self._put(_Request(generation, sent, address=self._envs[id]), len(self._envs[id].rows))
+        elif what == Ask.FINISH:
+            self._finish(id, sent)
+        elif what == Ask.FORGET:
+            self._forget(id, generation)
+        elif what in (Ask.PAUSE, Ask.RESUME):
+            self._paused = what == Ask.PAUSE
+            if self._paused:
+                self.wires.acks.send(self.number, self.version, PAUSED)
+        elif what == Ask.WEIGHTS and self._receiver is not None and self._receiver.update():
+            self.wires.acks.send(self.number, self.version, self._receiver.checksum())
+        return what != Ask.STOP
+
+    def _put(self, request: _Request, rows: int) -> None:
+        # what was sent while a batch was computed has waited since then, not since it was heard
+        self._latest = max(self._latest, request.sent)
+        self.batcher.put(request, self._latest, rows)
+
+    def _finish(self, slot: int, sent: float) -> None:
+        rows = self.slab.bootstrap_rows(slot) if self.acting.has_value else []
+        if not rows:
+            self._hand_over(slot)
+            return
+        self.board.state[slot] = SlotState.CLOSING
+        end = _Request(0, sent, slot=slot, rows=torch.tensor(rows))
+        if self.settings.lockstep:
+            self._answer([Share(end, 0, len(rows))])  # alone: which ends arrive together is a matter of timing
+        else:
+            self._put(end, len(rows))
+
+    def _hand_over(self, slot: int) -> None:
+        self.board.state[slot] = SlotState.FINISHED
+        self.wires.finished.send(slot)
+
+    def _forget(self, id: int, generation: int) -> None:
+        """Give back the slots of an env whose worker has ended; ``generation`` is that of the next one."""
+        self._generations[id] = generation
+        rows = self._envs[id].rows
+        for row in rows:
+            slot = int(self.board.slot[row])
+            self.board.slot[row] = -1
+            if slot >= 0 and self.board.state[slot] in (SlotState.FREE, SlotState.ACTING):  # else it was finished before
+                self.board.state[slot] = SlotState.DROPPED
+                self.wires.finished.send(slot)
+
+    def _answer_all(self, batch: list[Share[_Request]]) -> None:
+        """Answer a due batch; in lockstep it holds all envs, and is cut to what the device takes at once."""
+        if not self.settings.lockstep:
+            self._answer(batch)
+            return
+        batch = sorted(batch, key=lambda share: self._first_row(share))
+        cutter: DynamicBatcher[Share[_Request]] = DynamicBatcher(self._most, 0.0)
+        for share in batch:
+            cutter.put(share, 0.0, share.stop - share.start)
+        while (part := cutter.pop_due(0.0)) is not None:
+            self._answer([Share(s.request.request, s.request.start + s.start, s.request.start + s.stop) for s in part])
+
+    @staticmethod
+    def _first_row(share: Share[_Request]) -> int:
+        assert share.request.address is not None  # in lockstep, the ends of slots are answered at once
+        return share.request.address.rows.start + share.start
+
+    def _answer(self, batch: Sequence[Share[_Request]]) -> None:
+        """One forward pass: gather, decide, write, and wake the envs."""
+        batch = [share for share in batch if self._is_current(share.request)]
+        if not batch:
+            return
+        began = clock()
+        parts = [self._rows(share) for share in batch]
+        rows = torch.cat([part[0] for part in parts]) if len(parts) > 1 else parts[0][0]
+        request_keys = torch.cat([part[1] for part in parts]) if len(parts) > 1 else parts[0][1]
+        made = self.acting.decide(self._gather, rows, request_keys)
+        self._write(batch, made, rows)
+        for share in batch:
+            self._tell(share)
+        self.orders.tally.add(len(rows), [began - share.request.sent for share in batch], clock() - began, len(self.batcher))
+
+    def _is_current(self, request: _Request) -> bool:
+        address = request.address
+        return address is None or request.generation == self._generations[address.rows.start]
+
+    def _rows(self, share: Share[_Request]) -> tuple[Tensor, Tensor]:
+        """The rows of the slab that a share is about, and their request keys."""
+        request = share.request
+        if request.rows is not None:
+            rows = request.rows[share.start : share.stop]
+            return rows, torch.zeros_like(rows)
+        assert request.address is not None
+        first = request.address.rows.start
+        part = slice(first + share.start, first + share.stop)
+        request_keys = self.orders.request_base[part] + self._decisions[part] - 1
+        return self._slot[part] * self.slab.layout.rows_per_slot + self._step[part], request_keys
+
+    def _gather(self, leaf: Leaf, rows: Tensor, out: Tensor | None) -> Tensor:
+        source = self._leaves[leaf.key]
+        return torch.index_select(source, 0, rows) if out is None else torch.index_select(source, 0, rows, out=out)
+
+    def _write(self, batch: Sequence[Share[_Request]], made: dict[Key, Tensor], rows: Tensor) -> None:
+        """Write what was decided into the rows; of the end of a slot, the value alone."""
+        ends = [share.request.rows is not None for share in batch]
+        if any(ends):
+            self._leaves[(keys.VALUE,)].index_copy_(0, rows, made[(keys.VALUE,)])
+            counts = torch.tensor([share.stop - share.start for share in batch])
+            chosen = torch.repeat_interleave(~torch.tensor(ends), counts)
+            made, rows = {key: value[chosen] for key, value in made.items()}, rows[chosen]
+            if not len(rows):
+                return
+        self._check_finite(made, rows)
+        for leaf in self.acting.writes:
+            self._leaves[leaf.key].index_copy_(0, rows + 1 if leaf.carried else rows, made[leaf.key])
+        self._leaves[(keys.POLICY_VERSION,)].index_fill_(0, rows, self.version)
+
+    def _check_finite(self, made: dict[Key, Tensor], rows: Tensor) -> None:
+        for key, value in made.items():
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                row = int(rows[int(torch.nonzero(~torch.isfinite(value).flatten(1).all(1))[0])])
+                seen = {".".join(leaf.key): _is_finite(self._leaves[leaf.key][row]) for leaf in self.acting.reads}
+                slot, step = divmod(row, self.slab.layout.rows_per_slot)
+                owner = [int(env) for env in torch.nonzero(self._slot == slot).flatten()]
+                raise FloatingPointError(
+                    f"the policy's {'.'.join(key)} for env {owner[0] if owner else '?'} (decision {step} of its slot, weights "
+                    f"of version {self.version}) is not finite; its input was finite: {seen}"
+                )
+
+    def _tell(self, share: Share[_Request]) -> None:
+        """Wake the env, or hand the slot over, that a share belongs to."""
+        request, count = share.request, share.stop - share.start
+        if request.address is not None:
+            self.wires.answers[request.address.worker].send(request.generation, request.address.place, count)
+            return
+        request.answered += count
+        if request.rows is not None and request.answered == len(request.rows):
+            self._hand_over(request.slot)
+
+
+def _is_finite(value: Tensor) -> bool:
+    return bool(torch.isfinite(value.float()).all())
+
+
+def run_replica(link: Connection, number: int, settings: ReplicaSettings, wires: Wires) -> None:
+    """Body of the process: get the policy and the leaves, say what it writes, then serve until told to stop."""
+    leave_signals_to_parent()
+    torch.set_num_threads(settings.num_threads)
+    torch.manual_seed(fold(settings.seed, "replica", number) % 2**63)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # nobody is left to tell
+        pickled, leaves = link.recv()
+        with Reporting(link), set_exploration_type(settings.exploration_type):
+            policy = pickle.loads(pickled)
+            if settings.compile_policy and isinstance(policy, nn.Module):
+                policy.compile(mode="reduce-overhead" if settings.device.type == "cuda" else None)
+            device, sizes = settings.device, settings.batch_sizes
+            acting = ActingPolicy(policy, leaves, device=device, autocast=settings.autocast, batch_sizes=sizes)
+            link.send(ReplicaReady(acting.writes, acting.has_value))
+        orders: ReplicaOrders = link.recv()
+        with Reporting(link), set_exploration_type(settings.exploration_type), torch.no_grad():
+            InferenceReplica(number, acting, settings, orders, wires).run()

@@ -1,0 +1,102 @@
+"""``Tally``: what replicas count, in shared memory, and what is made of it: shares, means and percentiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vla_async.shared_memory import Field, SharedBlock
+
+_RATIO = 1.05  # of neighbouring bins, so a percentile of times is known to 5 %
+_SHORTEST_S = 1e-6
+_BINS = 460  # up to 5,000 s
+
+
+class Tally:
+    """Counts of one replica. Sent to another process, it is the same memory there.
+
+    Attributes:
+        sizes: int64 ``[Bmax + 1]``, batches by their number of rows.
+        waits: int64 ``[bins]``, decisions by how long they waited for their batch.
+        forwards: int64 ``[bins]``, batches by how long they took.
+        seconds: float64 ``[2]``: busy, and since the replica began to serve.
+        queue: int64 ``[2]``: rows found waiting, summed over all looks, and the number of looks.
+
+    Args:
+        max_batch_size: Bmax.
+    """
+
+    def __init__(self, max_batch_size: int) -> None:
+        counts = {"sizes": max_batch_size + 1, "waits": _BINS, "forwards": _BINS, "queue": 2}
+        fields = {name: Field((size,), torch.int64) for name, size in counts.items()}
+        self._attach(SharedBlock(fields | {"seconds": Field((2,), torch.float64)}))
+
+    def _attach(self, block: SharedBlock) -> None:
+        self._block = block
+        self.sizes: NDArray[Any]
+        self.waits: NDArray[Any]
+        self.forwards: NDArray[Any]
+        self.seconds: NDArray[Any]
+        self.queue: NDArray[Any]
+        for name, tensor in block.tensors.items():
+            setattr(self, name, tensor.numpy())
+
+    def __getstate__(self) -> SharedBlock:
+        return self._block
+
+    def __setstate__(self, state: SharedBlock) -> None:
+        self._attach(state)
+
+    def add(self, rows: int, waits: Sequence[float], taken_s: float, waiting: int) -> None:
+        """Count a batch: its rows, how long each request had waited, how long it took, the rows that stayed behind."""
+        self.sizes[rows] += 1
+        self.forwards[time_bin(taken_s)] += 1
+        for wait in waits:
+            self.waits[time_bin(wait)] += 1
+        self.seconds[0] += taken_s
+        self.queue += (waiting, 1)
+
+
+def time_bin(seconds: float) -> int:
+    """The bin of a time."""
+    if seconds <= _SHORTEST_S:
+        return 0
+    return min(_BINS - 1, 1 + int(math.log(seconds / _SHORTEST_S) / math.log(_RATIO)))
+
+
+def percentile(counts: NDArray[Any], share: float) -> float:
+    """The time in seconds that a share (in [0, 1]) of what was counted does not exceed; NaN if nothing was."""
+    total = int(counts.sum())
+    if total == 0:
+        return math.nan
+    index = int(np.searchsorted(np.cumsum(counts), share * total))
+    return float(_SHORTEST_S * _RATIO ** (index - 0.5)) if index else _SHORTEST_S
+
+
+def summary(tallies: Sequence[Tally]) -> dict[str, Any]:
+    """What replicas have done so far.
+
+    Returns:
+        ``batch_size/histogram`` (a list), ``batch_size/mean``, ``request_wait_s/p50`` and p95 and p99, ``forward_s/p50`` and
+        ``forward_s/p95``, ``queue/mean_rows``, ``replica/idle_share``, ``decisions``.
+    """
+    longest = max(len(tally.sizes) for tally in tallies)
+    sizes = sum(np.pad(tally.sizes, (0, longest - len(tally.sizes))) for tally in tallies)
+    waits, forwards = sum(tally.waits for tally in tallies), sum(tally.forwards for tally in tallies)
+    busy, alive = np.sum([tally.seconds for tally in tallies], axis=0).tolist()
+    queued, looks = np.sum([tally.queue for tally in tallies], axis=0).tolist()
+    rows, batches = int((sizes * np.arange(longest)).sum()), int(np.sum(sizes))
+    return {
+        "batch_size/histogram": np.asarray(sizes).tolist(),
+        "batch_size/mean": rows / batches if batches else math.nan,
+        **{f"request_wait_s/p{p}": percentile(np.asarray(waits), p / 100) for p in (50, 95, 99)},
+        **{f"forward_s/p{p}": percentile(np.asarray(forwards), p / 100) for p in (50, 95)},
+        "queue/mean_rows": queued / looks if looks else math.nan,
+        "replica/idle_share": 1.0 - busy / alive if alive else math.nan,
+        "decisions": rows,
+    }
