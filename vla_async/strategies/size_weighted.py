@@ -1,21 +1,24 @@
 """Size-weighted accumulation: every backward adds a *sum*, and one division makes it a mean over all valid elements.
 
 The protocol is two calls: ``fabric.backward(loss_sum, num_samples=valid)`` for each micro-batch, then
-``optimizer.step()``, with ``fabric.clip_gradients`` between them if wanted. Micro-batches may be of any size and number.
+``optimizer.step()``, with ``fabric.clip_gradients`` between them if wanted. Micro-batches may be of any size and number,
+and on several ranks each has its own number of them, also none: ranks meet only at the division.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.fabric import wrappers
-from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -23,8 +26,34 @@ from torch.utils.hooks import RemovableHandle
 _HOW = "call fabric.backward(loss_sum, num_samples=valid_count) for each micro-batch, then optimizer.step()"
 
 
-class _SizeWeighted(Strategy):
-    """The accumulation, for mixing into a strategy. What differs between strategies is :meth:`_total` alone.
+_ZEROED = "this accumulation's gradients were zeroed; call strategy.reset() with optimizer.zero_grad()"
+_STALE = (
+    "there are gradients from before this accumulation: call optimizer.zero_grad() after each step, "
+    "and never loss.backward()"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank brings to a division.
+
+    Attributes:
+        optimizer: which of the optimizers, in the order of their set-up.
+        count: valid elements behind the rank's gradient.
+        loss: their summed loss.
+        has_gradient: for each parameter of the optimizer, whether the rank has a gradient.
+        problem: why the rank cannot take part, or None.
+    """
+
+    optimizer: int
+    count: int
+    loss: float
+    has_gradient: tuple[bool, ...]
+    problem: str | None
+
+
+class SizeWeighted(Strategy):
+    """The accumulation, for mixing into a strategy. One that has several ranks overrides the methods of the last section.
 
     Attributes:
         grad_norm: norm of the divided gradient before clipping, of the last normalised optimizer; NaN before the first.
@@ -33,7 +62,8 @@ class _SizeWeighted(Strategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.grad_norm = float("nan")
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # with their index
+        self._numbers = itertools.count()
         self._guards: list[RemovableHandle] = []
         self.reset()
 
@@ -54,7 +84,7 @@ class _SizeWeighted(Strategy):
         if getattr(self.precision, "scaler", None) is not None:
             raise ValueError("precision 16-mixed scales the loss, which size-weighted accumulation refuses; use bf16-mixed")
         optimizer = super().setup_optimizer(optimizer)
-        self._optimizers.add(optimizer)
+        self._optimizers[optimizer] = next(self._numbers)
         this, owner = weakref.ref(self), weakref.ref(optimizer)
 
         def guard(_: Tensor) -> None:
@@ -67,9 +97,9 @@ class _SizeWeighted(Strategy):
             elif strategy._is_accumulating():
                 raise RuntimeError(f"loss.backward() in the middle of an accumulation is not counted: {_HOW}")
 
-        for parameter in _parameters(optimizer):
-            if parameter.requires_grad:
-                self._guards.append(parameter.register_post_accumulate_grad_hook(guard))
+        for leaf in self._leaves(optimizer):
+            if leaf.requires_grad:
+                self._guards.append(leaf.register_post_accumulate_grad_hook(guard))
         return optimizer
 
     def teardown(self) -> None:
@@ -116,44 +146,67 @@ class _SizeWeighted(Strategy):
         """Gradients must be what this accumulation left: none before its first backward, some after it."""
         if self._divided:
             raise RuntimeError("a backward after the gradients were divided (by clipping) and before optimizer.step()")
-        gradients = [p.grad for optimizer in self._optimizers for p in _parameters(optimizer) if p.grad is not None]
-        if self._count > 0 and self._optimizers and not gradients:
-            raise RuntimeError("this accumulation's gradients were zeroed; call strategy.reset() with optimizer.zero_grad()")
-        if self._count == 0 and any(bool(gradient.any()) for gradient in gradients):
-            raise RuntimeError(
-                "there are gradients from before this accumulation: call optimizer.zero_grad() after each step, "
-                "and never loss.backward()"
-            )
+        if self._count > 0 and self._optimizers and all(_has_none(optimizer) for optimizer in self._optimizers):
+            raise RuntimeError(_ZEROED)
+        if self._count == 0 and any(self._has_some(optimizer) for optimizer in self._optimizers):
+            raise RuntimeError(_STALE)
 
-    def _total(self) -> int:
-        """Valid elements behind the accumulated gradient."""
-        return self._count
+    def _has_some(self, optimizer: Optimizer) -> bool:
+        """Whether there is a gradient other than zeros for an optimizer, as far as this rank sees."""
+        gradients = [*_gradients(optimizer), *(leaf.grad for leaf in self._leaves(optimizer) if leaf.grad is not None)]
+        return any(bool(local(gradient).any()) for gradient in gradients)
 
     def normalize(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of an optimizer by the valid count, once; clipping and the step call it.
+        """Divide the gradients of an optimizer by the valid count of all ranks, once; clipping and the step call it.
+
+        On several ranks, all of them come to it, each with what it has.
 
         Raises:
-            RuntimeError: if nothing was accumulated since the last step, or no element was valid.
+            RuntimeError: if no rank accumulated a valid element since the last step, if some rank's gradients are not what
+                its accumulation left, or if some rank does not come.
             FloatingPointError: if the gradient is not finite.
         """
-        if optimizer in self._stepped:
-            raise RuntimeError(f"optimizer.step() without a backward since the last one: {_HOW}")
+        idle = optimizer in self._stepped
+        if idle:
+            self.reset()  # an accumulation without a backward, which other ranks may have had
         if optimizer in self._divided:
             return
-        total = self._total()
+        reports = self._meet(self._report(optimizer))
+        total = sum(report.count for report in reports)
         if total == 0:
-            raise RuntimeError(f"optimizer.step() with no valid loss element (raw loss.backward() is not counted): {_HOW}")
-        gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
-        for gradient in gradients:
+            what = "without a backward since the last one" if idle else "with no valid loss element"
+            raise RuntimeError(f"optimizer.step() {what} (raw loss.backward() is not counted): {_HOW}")
+        for rank, report in enumerate(reports):
+            if report.problem is not None:
+                raise RuntimeError(f"{report.problem} (on rank {rank} of {len(reports)})")
+        # what has no gradient anywhere keeps none, so that the optimizer leaves it alone, as on one device
+        self._reduce(optimizer, [any(flags) for flags in zip(*(r.has_gradient for r in reports), strict=True)])
+        for gradient in _gradients(optimizer):
             gradient.div_(total)
         self._divided.add(optimizer)
-        self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not math.isfinite(self.grad_norm):
-            names = [name for name, p in _named(optimizer) if p.grad is not None and not p.grad.isfinite().all()]
-            raise FloatingPointError(
-                f"the gradient is not finite (norm {self.grad_norm}) at a mean loss of {float(self._loss) / total}; "
-                f"first in {names[0] if names else 'the norm, which overflowed'}"
-            )
+        self._check_finite(optimizer, sum(report.loss for report in reports) / total)
+
+    def _report(self, optimizer: Optimizer) -> Report:
+        problem = None
+        if optimizer in self._involved and _has_none(optimizer):
+            problem = _ZEROED
+        elif self._count == 0 and self._has_some(optimizer):
+            problem = _STALE
+        has_gradient = tuple(leaf.grad is not None for leaf in self._leaves(optimizer))
+        return Report(self._optimizers[optimizer], self._count, float(self._loss), has_gradient, problem)
+
+    def _check_finite(self, optimizer: Optimizer, mean_loss: float) -> None:
+        norm = torch.nn.utils.get_total_norm(list(_gradients(optimizer)))
+        self.grad_norm = float(whole(norm))
+        if math.isfinite(self.grad_norm):
+            return
+        named = [(name, p.grad) for name, p in _named(optimizer) if p.grad is not None]
+        bad = self._sum(torch.tensor([int(not local(gradient).isfinite().all()) for _, gradient in named]))
+        names = [name for (name, _), flag in zip(named, bad.tolist(), strict=True) if flag]
+        raise FloatingPointError(
+            f"the gradient is not finite (norm {self.grad_norm}) at a mean loss of {mean_loss}; "
+            f"first in {names[0] if names else 'the norm, which overflowed'}"
+        )
 
     def clip_gradients_norm(self, module: Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """Divide, then clip by norm."""
@@ -178,21 +231,46 @@ class _SizeWeighted(Strategy):
         self._stepped.add(optimizer)
         return result
 
+    # ------------------------------------------------------------------ what differs on several ranks
 
-class SizeWeightedSingleDeviceStrategy(_SizeWeighted, SingleDeviceStrategy):
-    """One device. The gradient is the mean over all valid loss elements of a step, however they were split.
+    def _leaves(self, optimizer: Optimizer) -> Sequence[Tensor]:
+        """The tensors that the backward pass writes the gradients of an optimizer's parameters into."""
+        return list(parameters_of(optimizer))
 
-    Args:
-        device: the device.
-        accelerator: as in Lightning.
-        checkpoint_io: as in Lightning.
-        precision: as in Lightning.
-    """
+    def _meet(self, report: Report) -> Sequence[Report]:
+        """The reports of all ranks, in their order."""
+        return [report]
+
+    def _reduce(self, optimizer: Optimizer, wanted: Sequence[bool]) -> None:
+        """Sum the gradients of the wanted parameters over the ranks."""
+
+    def _sum(self, numbers: Tensor) -> Tensor:
+        """Sum numbers, on the CPU, over the ranks."""
+        return numbers
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+def local(tensor: Tensor) -> Tensor:
+    """What a rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, for which its ranks must come together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """All parameters of an optimizer, group by group."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+
+
+def _has_none(optimizer: Optimizer) -> bool:
+    return next(_gradients(optimizer), None) is None
 
 
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
