@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torchrl.data import TensorSpec
 
 from vla_async import keys
 from vla_async.collectors.slab import Key, Leaf, read_texts
@@ -174,9 +176,37 @@ class ActingPolicy:
         return buffer[:size]
 
 
+class RandomActions:
+    """Draws actions uniformly from what one row of the envs takes.
+
+    Args:
+        specs: by key.
+    """
+
+    def __init__(self, specs: Mapping[Key, TensorSpec]) -> None:
+        self.specs = dict(specs)
+        self.in_keys: list[Key] = []
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        for key, spec in self.specs.items():
+            td.set(key, spec.expand(*td.batch_size, *spec.shape).rand())
+        return td
+
+
 def _tuple(key: Any) -> Key:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
 def _to(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True)
+
+
+def portable(policy: Any) -> Any:
+    """A policy as it can be sent to another process: on the CPU, without what belongs to a trainer."""
+    if not isinstance(policy, nn.Module):
+        return policy
+    on_gpu = any(tensor.is_cuda for tensor in [*policy.parameters(), *policy.buffers()])
+    portable = copy.deepcopy(policy).cpu() if on_gpu else copy.copy(policy)
+    if "_fabric" in portable.__dict__:
+        portable.__dict__ = {**portable.__dict__, "_fabric": None}
+    return portable

@@ -12,13 +12,12 @@ from multiprocessing.connection import Connection
 import torch
 from torchrl.envs import EnvBase
 
-from vla_async.collectors.board import Board
+from vla_async.collectors.orders import EnvsReady, WorkerOrders
 from vla_async.collectors.row_env import EnvBaseRows, FactoryRows, RowEnv
-from vla_async.collectors.slab import Leaf, Slab
 from vla_async.collectors.slot_writer import SlotWriter
-from vla_async.collectors.wires import STOPPED, Ask, EnvAddress, Wires, clock
+from vla_async.collectors.wires import STOPPED, Ask, Wires, clock
 from vla_async.collectors.worker import Reporting, leave_signals_to_parent
-from vla_async.envs.base import EnvFactory, EnvSpec
+from vla_async.envs.base import EnvFactory
 
 
 @dataclass(frozen=True)
@@ -32,34 +31,6 @@ class EnvSource:
         if isinstance(self.make, EnvFactory):
             return FactoryRows(self.make.make(self.index), text_bytes)
         return EnvBaseRows(self.make, text_bytes)
-
-
-@dataclass(frozen=True)
-class EnvsReady:
-    """A worker's first message: its envs are built."""
-
-    num_rows: list[int]
-    leaves: tuple[Leaf, ...]
-    env_spec: EnvSpec | None
-
-
-@dataclass(frozen=True)
-class WorkerOrders:
-    """What a worker is told once the slab exists.
-
-    Attributes:
-        slab: where to write.
-        board: shared bookkeeping.
-        envs: its envs.
-        generation: how many workers have had this place before.
-        seed: root of the envs' random streams.
-    """
-
-    slab: Slab
-    board: Board
-    envs: list[EnvAddress]
-    generation: int
-    seed: int
 
 
 class EnvWorker:
@@ -178,7 +149,7 @@ def run_env_worker(link: Connection, number: int, sources: bytes, text_bytes: in
                 envs.append(part.build(text_bytes))
                 if envs[-1].leaves != envs[0].leaves:
                     raise ValueError(f"env {len(envs) - 1} of this worker gives {envs[-1].leaves}, env 0 {envs[0].leaves}")
-            link.send(EnvsReady([env.num_rows for env in envs], envs[0].leaves, envs[0].env_spec))
+            link.send(EnvsReady([env.num_rows for env in envs], envs[0].leaves, envs[0].action_specs, envs[0].env_spec))
         orders = link.recv()
         with Reporting(link), torch.no_grad():
             EnvWorker(number, envs, orders, wires).run()

@@ -9,62 +9,38 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
-from typing import Any, TypeVar
+from typing import Any
 
 import cloudpickle
 import torch
 from torch import nn
-from torchrl.envs.utils import ExplorationType
 
-from vla_async.collectors.acting import VERSION_LEAF
+from vla_async.collectors.acting import VERSION_LEAF, RandomActions, portable
 from vla_async.collectors.board import Board
-from vla_async.collectors.env_worker import EnvSource, EnvsReady, WorkerOrders, run_env_worker
-from vla_async.collectors.pool import WorkerError, how_it_ended, worker_context
-from vla_async.collectors.replica import ReplicaOrders, ReplicaReady, ReplicaSettings, run_replica
+from vla_async.collectors.env_worker import EnvSource, run_env_worker
+from vla_async.collectors.orders import (
+    EnvsReady,
+    FleetSettings,
+    ReplicaOrders,
+    ReplicaReady,
+    ReplicaSettings,
+    RowCounts,
+    WorkerOrders,
+)
+from vla_async.collectors.pool import WorkerError, worker_context
+from vla_async.collectors.processes import Member, end_members, gather, start_member
+from vla_async.collectors.replica import run_replica
 from vla_async.collectors.slab import TRAJ_IDS, Leaf, Slab, SlabLayout
-from vla_async.collectors.supervisor import Member, Supervisor
-from vla_async.collectors.tally import Tally
+from vla_async.collectors.supervisor import Supervisor
+from vla_async.collectors.tally import Tally, summary
 from vla_async.collectors.wires import ALARM, PAUSED, STOPPED, Ask, EnvAddress, Wires, clock
-from vla_async.collectors.worker import Reply
 from vla_async.data.queue import TrajectoryQueue
 from vla_async.rng import fold
 from vla_async.weights.publisher import WeightPublisher
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class FleetSettings:
-    """How a fleet works; see :class:`StreamingCollector` for what each means."""
-
-    policy_devices: tuple[torch.device, ...] = (torch.device("cpu"),)
-    assignment: tuple[int, ...] | None = None
-    max_batch_size: int | None = None
-    max_wait_s: float = 0.0
-    async_interaction: bool = True
-    seed: int = 0
-    exploration_type: ExplorationType = ExplorationType.RANDOM
-    autocast: torch.dtype | None = None
-    batch_sizes: tuple[int, ...] | None = None
-    compile_policy: bool = False
-    num_threads: int = 1
-    env_timeout_s: float = 60.0
-    start_timeout_s: float = 300.0
-    max_restarts: int = 3
-    max_text_bytes: int = 256
-
-
-@dataclass(frozen=True)
-class RowCounts:
-    """How far the random streams of each row are: its decisions and the episodes it has started, each of length N."""
-
-    decisions: list[int]
-    episodes: list[int]
 
 
 class Fleet:
@@ -84,7 +60,7 @@ class Fleet:
         self._supervisor: Supervisor | None = None
         self._wires = Wires.open(self._context, len(shards), len(settings.policy_devices))
         # a fleet that nobody closed ends its processes when it is forgotten, or before Python would wait for them at exit
-        self._finalizer = Finalize(self, _end, args=(self._workers, self._replicas, 0.5), exitpriority=0)
+        self._finalizer = Finalize(self, end_members, args=(self._workers, self._replicas, 0.5), exitpriority=0)
 
     # ------------------------------------------------------------------ start
 
@@ -97,9 +73,9 @@ class Fleet:
         try:
             for number in range(len(self._sources)):
                 self._workers.append(self._start_worker(number))
-            for number, device in enumerate(self.settings.policy_devices):
+            for number, device in enumerate(self.settings.devices):
                 self._replicas.append(self._start_replica(number, device))
-            ready = self._gather(EnvsReady, self._workers)
+            ready = gather(EnvsReady, self._workers, self.settings.start_timeout_s)
             for number, answer in enumerate(ready):
                 if answer.leaves != ready[0].leaves:
                     raise WorkerError(f"env worker {number} gives {answer.leaves}, but env worker 0 gives {ready[0].leaves}")
@@ -107,7 +83,7 @@ class Fleet:
             self.close(0.0)
             raise
         self._place(ready)
-        return EnvsReady([size for answer in ready for size in answer.num_rows], ready[0].leaves, ready[0].env_spec)
+        return dataclasses.replace(ready[0], num_rows=[size for answer in ready for size in answer.num_rows])
 
     def _place(self, ready: Sequence[EnvsReady]) -> None:
         """Number the rows, and assign the workers to replicas: round-robin, or as the settings say."""
@@ -118,7 +94,7 @@ class Fleet:
             for place, size in enumerate(answer.num_rows):
                 self.envs.append(EnvAddress(worker, place, range(first, first + size), replica))
                 first += size
-        self.num_rows, self._leaves = first, ready[0].leaves
+        self.num_rows, self._leaves, self._action_specs = first, ready[0].leaves, ready[0].action_specs
 
     def serve(
         self,
@@ -133,7 +109,7 @@ class Fleet:
         """Give the policy to the replicas, allocate the slab, and let the rollouts begin.
 
         Args:
-            policy: any policy; the replicas get copies.
+            policy: any policy; the replicas get copies. None acts at random.
             decisions: T, the most decisions in a slot.
             num_slots: S, at least the number of rows.
             spans_episodes: see :class:`SlabLayout`.
@@ -145,16 +121,17 @@ class Fleet:
             MemoryError: if the slab does not fit.
             WorkerError: if a replica cannot hold the policy.
         """
-        pickled = cloudpickle.dumps(_portable(policy))
+        acting = RandomActions(self._action_specs) if policy is None else policy
+        pickled = cloudpickle.dumps(portable(acting))
         for replica in self._replicas:
             replica.link.send((pickled, self._leaves))
-        ready = self._gather(ReplicaReady, self._replicas)
+        ready = gather(ReplicaReady, self._replicas, self.settings.start_timeout_s)
         layout = SlabLayout(self._all_leaves(ready[0]), num_slots, decisions, spans_episodes)
         layout.check_fits("max_in_flight, the number of envs or frames_per_batch")
         self.slab, self.board = Slab(layout), Board(self.num_rows, num_slots, len(self._workers))
         if counts is not None:
             self.board.decisions[:], self.board.episodes[:] = counts.decisions, counts.episodes
-        if any(device.type == "cuda" for device in self.settings.policy_devices):
+        if any(device.type == "cuda" for device in self.settings.devices):
             self.slab.block.pin()
         is_module = isinstance(policy, nn.Module) and any(True for _ in [*policy.parameters(), *policy.buffers()])
         self.publisher = None
@@ -209,16 +186,10 @@ class Fleet:
 
     # ------------------------------------------------------------------ processes
 
-    def _start(self, name: str, target: Any, *arguments: Any) -> Member:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=target, args=(theirs, *arguments), name=name.replace(" ", "-"), daemon=True)
-        process.start()
-        theirs.close()
-        return Member(name, process, ours)
-
     def _start_worker(self, number: int) -> Member:
         text_bytes = self.settings.max_text_bytes
-        return self._start(f"env worker {number}", run_env_worker, number, self._sources[number], text_bytes, self._wires)
+        arguments = (number, self._sources[number], text_bytes, self._wires)
+        return start_member(self._context, f"env worker {number}", run_env_worker, *arguments)
 
     def _start_replica(self, number: int, device: torch.device) -> Member:
         settings = self.settings
@@ -230,11 +201,11 @@ class Fleet:
             seed=settings.seed,
             exploration_type=settings.exploration_type,
             autocast=settings.autocast,
-            batch_sizes=settings.batch_sizes,
+            batch_sizes=None if settings.batch_sizes is None else tuple(settings.batch_sizes),
             compile_policy=settings.compile_policy,
             num_threads=settings.num_threads,
         )
-        return self._start(f"replica {number}", run_replica, number, own, self._wires)
+        return start_member(self._context, f"replica {number}", run_replica, number, own, self._wires)
 
     def _replace_worker(self, number: int) -> Member:
         """Take the place of a worker that has ended: give its slots back, and start another."""
@@ -247,22 +218,6 @@ class Fleet:
         member = self._start_worker(number)
         member.generation = generation
         return member
-
-    def _gather(self, kind: type[T], members: Sequence[Member]) -> list[T]:
-        """One message from each of the members, in their order."""
-        waiting: dict[Any, int] = {member.link: number for number, member in enumerate(members)}
-        received: dict[int, T] = {}
-        deadline = clock() + self.settings.start_timeout_s
-        while waiting:
-            answered: list[Any] = wait(list(waiting), max(0.0, deadline - clock()))
-            if not answered:
-                names = ", ".join(members[number].name for number in waiting.values())
-                raise WorkerError(f"no answer within start_timeout_s={self.settings.start_timeout_s:g} s from {names}")
-            for link in answered:
-                number = waiting.pop(link)
-                received[number] = _receive(kind, members[number], link)
-                members[number].started = None
-        return [received[number] for number in range(len(members))]
 
     # ------------------------------------------------------------------ while it runs
 
@@ -300,6 +255,21 @@ class Fleet:
         self._wires.finished.send(ALARM)
         self._wires.acks.send(ALARM, 0, 0)
 
+    def stats(self) -> dict[str, Any]:
+        """What the processes have done since they started.
+
+        Returns:
+            All of :func:`vla_async.collectors.tally.summary`, the counts of the queue as ``queue/...``, ``env_steps``,
+            ``env_steps/per_worker``, ``worker/busy_s`` and ``worker/waiting_for_slots_s`` (each per worker),
+            ``worker/idle_share``, ``restarts``, ``uptime_s`` and ``slab/bytes``.
+        """
+        board, uptime = self.board, clock() - self._began
+        stats = summary(self.tallies) | {f"queue/{name}": number for name, number in self.queue.counts().items()}
+        stats |= {"env_steps": int(board.env_steps.sum()), "env_steps/per_worker": board.env_steps.tolist()}
+        stats |= {"worker/busy_s": board.busy.tolist(), "worker/idle_share": 1.0 - float(board.busy.mean()) / uptime}
+        stats |= {"worker/waiting_for_slots_s": board.waiting.tolist(), "restarts": self.restarts, "uptime_s": uptime}
+        return stats | {"slab/bytes": self.slab.layout.nbytes}
+
     @property
     def counts(self) -> RowCounts:
         """How far the random streams of each row are."""
@@ -309,11 +279,6 @@ class Fleet:
     def restarts(self) -> int:
         """How many workers have been replaced."""
         return 0 if self._supervisor is None else self._supervisor.restarts
-
-    @property
-    def uptime_s(self) -> float:
-        """Seconds since the rollouts began."""
-        return clock() - self._began
 
     def close(self, grace_s: float = 0.7) -> None:
         """End all processes: ask, then after ``grace_s`` seconds kill. Harmless if called again."""
@@ -325,42 +290,6 @@ class Fleet:
                 channel.send(STOPPED, 0, 0)
             for channel in self._wires.asks:
                 channel.send(Ask.STOP, 0, 0, clock())
-            _end(self._workers, self._replicas, grace_s)
+            end_members(self._workers, self._replicas, grace_s)
             self._wires.close()
         self._finalizer.cancel()
-
-
-def _portable(policy: Any) -> Any:
-    """A policy as it can be sent to another process: on the CPU, without what belongs to a trainer."""
-    if not isinstance(policy, nn.Module):
-        return policy
-    on_gpu = any(tensor.is_cuda for tensor in [*policy.parameters(), *policy.buffers()])
-    portable = copy.deepcopy(policy).cpu() if on_gpu else copy.copy(policy)
-    if "_fabric" in portable.__dict__:
-        portable.__dict__ = {**portable.__dict__, "_fabric": None}
-    return portable
-
-
-def _receive(kind: type[T], member: Member, link: Connection) -> T:
-    try:
-        message = link.recv()
-    except (EOFError, ConnectionResetError):
-        how = how_it_ended(member.process, starting=True)
-        raise WorkerError(f"{member.name} (pid {member.process.pid}) {how}") from None
-    if isinstance(message, Reply):
-        raise WorkerError(f"{member.name} failed with\n{message.error}")
-    assert isinstance(message, kind)
-    return message
-
-
-def _end(workers: list[Member], replicas: list[Member], grace_s: float) -> None:
-    deadline = clock() + grace_s
-    for members in (workers, replicas):
-        while members:
-            member = members.pop()
-            member.process.join(max(0.0, deadline - clock()))
-            if member.process.is_alive():
-                member.process.kill()
-                member.process.join()
-            member.process.close()
-            member.link.close()

@@ -9,78 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.envs.utils import set_exploration_type
 
 from vla_async import keys
 from vla_async.collectors.acting import ActingPolicy
 from vla_async.collectors.batcher import DynamicBatcher, Share
-from vla_async.collectors.board import Board, SlotState
-from vla_async.collectors.slab import Key, Leaf, Slab
-from vla_async.collectors.tally import Tally
+from vla_async.collectors.board import SlotState
+from vla_async.collectors.orders import ReplicaOrders, ReplicaReady, ReplicaSettings
+from vla_async.collectors.slab import Key, Leaf
 from vla_async.collectors.wires import PAUSED, Ask, EnvAddress, Wires, clock
 from vla_async.collectors.worker import Reporting, leave_signals_to_parent
 from vla_async.rng import fold
-from vla_async.weights.publisher import SharedWeights, WeightReceiver
-
-
-@dataclass(frozen=True)
-class ReplicaSettings:
-    """How a replica works.
-
-    Attributes:
-        device: where the policy computes.
-        max_batch_size: Bmax, in rows.
-        max_wait_s: Tmax, in seconds.
-        lockstep: answer only when all envs of the replica have asked.
-        seed: of torch's generators, for policies that draw from them.
-        exploration_type: what the policy samples.
-        autocast: see :class:`ActingPolicy`.
-        batch_sizes: see :class:`ActingPolicy`.
-        compile_policy: compile the policy with ``torch.compile`` (with CUDA graphs on a GPU).
-        num_threads: torch's threads, on a CPU.
-    """
-
-    device: torch.device
-    max_batch_size: int
-    max_wait_s: float
-    lockstep: bool
-    seed: int
-    exploration_type: ExplorationType
-    autocast: torch.dtype | None = None
-    batch_sizes: tuple[int, ...] | None = None
-    compile_policy: bool = False
-    num_threads: int = 1
-
-
-@dataclass(frozen=True)
-class ReplicaReady:
-    """A replica's first message: what its policy writes, and whether it has a critic."""
-
-    writes: list[Leaf]
-    has_value: bool
-
-
-@dataclass(frozen=True)
-class ReplicaOrders:
-    """What a replica is told once the slab exists.
-
-    Attributes:
-        slab: where to read and write.
-        board: shared bookkeeping.
-        envs: the envs that it answers.
-        weights: where newer weights will lie.
-        tally: what it counts.
-        request_base: int64 ``[N]``; a row's k-th decision has the key ``base + k``.
-    """
-
-    slab: Slab
-    board: Board
-    envs: list[EnvAddress]
-    weights: SharedWeights | None
-    tally: Tally
-    request_base: Tensor
+from vla_async.weights.publisher import WeightReceiver
 
 
 @dataclass
@@ -120,8 +63,7 @@ class InferenceReplica:
             most, float("inf") if settings.lockstep else settings.max_wait_s
         )
         self._generations = dict.fromkeys(self._envs, 0)
-        self._slot, self._step = torch.from_numpy(self.board.slot), torch.from_numpy(self.board.step)
-        self._decisions = torch.from_numpy(self.board.decisions)
+        self._request_base = orders.request_base.numpy()
         self._leaves = {leaf.key: self.slab.rows(leaf.key) for leaf in orders.slab.layout.leaves}
         self._receiver = None
         if orders.weights is not None and isinstance(acting.policy, nn.Module):
@@ -225,11 +167,9 @@ class InferenceReplica:
         if not batch:
             return
         began = clock()
-        parts = [self._rows(share) for share in batch]
-        rows = torch.cat([part[0] for part in parts]) if len(parts) > 1 else parts[0][0]
-        request_keys = torch.cat([part[1] for part in parts]) if len(parts) > 1 else parts[0][1]
+        rows, request_keys, decisions = self._rows(batch)
         made = self.acting.decide(self._gather, rows, request_keys)
-        self._write(batch, made, rows)
+        self._write(made, rows, decisions)
         for share in batch:
             self._tell(share)
         self.orders.tally.add(len(rows), [began - share.request.sent for share in batch], clock() - began, len(self.batcher))
@@ -238,32 +178,35 @@ class InferenceReplica:
         address = request.address
         return address is None or request.generation == self._generations[address.rows.start]
 
-    def _rows(self, share: Share[_Request]) -> tuple[Tensor, Tensor]:
-        """The rows of the slab that a share is about, and their request keys."""
-        request = share.request
-        if request.rows is not None:
-            rows = request.rows[share.start : share.stop]
-            return rows, torch.zeros_like(rows)
-        assert request.address is not None
-        first = request.address.rows.start
-        part = slice(first + share.start, first + share.stop)
-        request_keys = self.orders.request_base[part] + self._decisions[part] - 1
-        return self._slot[part] * self.slab.layout.rows_per_slot + self._step[part], request_keys
+    def _rows(self, batch: Sequence[Share[_Request]]) -> tuple[Tensor, Tensor, int]:
+        """The rows of the slab that a batch is about, their request keys, and how many of them, the first, are decisions."""
+        envs: list[int] = []
+        ends: list[Tensor] = []
+        for share in batch:
+            if share.request.address is not None:
+                first = share.request.address.rows.start
+                envs += range(first + share.start, first + share.stop)
+            elif share.request.rows is not None:
+                ends.append(share.request.rows[share.start : share.stop])
+        board = self.board
+        rows = torch.from_numpy(board.slot[envs] * self.slab.layout.rows_per_slot + board.step[envs])
+        request_keys = torch.from_numpy(self._request_base[envs] + board.decisions[envs] - 1)
+        if not ends:
+            return rows, request_keys, len(envs)
+        rows = torch.cat([rows, *ends])
+        return rows, torch.cat([request_keys, request_keys.new_zeros(len(rows) - len(envs))]), len(envs)
 
     def _gather(self, leaf: Leaf, rows: Tensor, out: Tensor | None) -> Tensor:
         source = self._leaves[leaf.key]
         return torch.index_select(source, 0, rows) if out is None else torch.index_select(source, 0, rows, out=out)
 
-    def _write(self, batch: Sequence[Share[_Request]], made: dict[Key, Tensor], rows: Tensor) -> None:
-        """Write what was decided into the rows; of the end of a slot, the value alone."""
-        ends = [share.request.rows is not None for share in batch]
-        if any(ends):
-            self._leaves[(keys.VALUE,)].index_copy_(0, rows, made[(keys.VALUE,)])
-            counts = torch.tensor([share.stop - share.start for share in batch])
-            chosen = torch.repeat_interleave(~torch.tensor(ends), counts)
-            made, rows = {key: value[chosen] for key, value in made.items()}, rows[chosen]
-            if not len(rows):
-                return
+    def _write(self, made: dict[Key, Tensor], rows: Tensor, decisions: int) -> None:
+        """Write what was decided into the rows; of the ends of slots, which come last, the value alone."""
+        if decisions < len(rows):
+            self._leaves[(keys.VALUE,)].index_copy_(0, rows[decisions:], made[(keys.VALUE,)][decisions:])
+            made, rows = {key: value[:decisions] for key, value in made.items()}, rows[:decisions]
+        if not decisions:
+            return
         self._check_finite(made, rows)
         for leaf in self.acting.writes:
             self._leaves[leaf.key].index_copy_(0, rows + 1 if leaf.carried else rows, made[leaf.key])
@@ -275,10 +218,10 @@ class InferenceReplica:
                 row = int(rows[int(torch.nonzero(~torch.isfinite(value).flatten(1).all(1))[0])])
                 seen = {".".join(leaf.key): _is_finite(self._leaves[leaf.key][row]) for leaf in self.acting.reads}
                 slot, step = divmod(row, self.slab.layout.rows_per_slot)
-                owner = [int(env) for env in torch.nonzero(self._slot == slot).flatten()]
+                owner = np.flatnonzero(self.board.slot == slot).tolist()
                 raise FloatingPointError(
-                    f"the policy's {'.'.join(key)} for env {owner[0] if owner else '?'} (decision {step} of its slot, weights "
-                    f"of version {self.version}) is not finite; its input was finite: {seen}"
+                    f"the policy's {'.'.join(key)} for env {owner[0] if owner else '?'} (decision {step} of its slot, "
+                    f"weights of version {self.version}) is not finite; its input was finite: {seen}"
                 )
 
     def _tell(self, share: Share[_Request]) -> None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.data import NonTensor
+from torchrl.data import Bounded, NonTensor, TensorSpec
 from torchrl.envs import EnvBase
 
 from vla_async import keys
@@ -34,13 +34,14 @@ class RowEnv(ABC):
     Attributes:
         num_rows: B.
         leaves: what it gives, and the actions that it takes (role ``decision``).
+        action_specs: the actions that one row takes.
         env_spec: what a policy has to know, if the env is one of our own.
         text_bytes: longest text, in UTF-8.
     """
 
     num_rows: int
     leaves: tuple[Leaf, ...]
-    action_keys: tuple[Key, ...]
+    action_specs: dict[Key, TensorSpec]
     env_spec: EnvSpec | None = None
 
     def __init__(self, text_bytes: int) -> None:
@@ -115,7 +116,8 @@ class FactoryRows(RowEnv):
             Leaf(SEED, (1,), torch.int64, "decision"),
             Leaf(keys.CHUNK, (H, A), torch.float32, "decision"),
         )
-        self.action_keys = (keys.CHUNK,)
+        bounds = [torch.tensor(bound).expand(H, A) for bound in (env.env_spec.action_low, env.env_spec.action_high)]
+        self.action_specs = {keys.CHUNK: Bounded(*bounds, shape=(H, A))}
         self._flags: dict[Key, Array] = {(name,): np.zeros((self.num_rows, 1), bool) for name in flags}
         self._flags |= {("executed",): np.zeros((self.num_rows, H), bool)}
         self._flags |= {("step_rewards",): np.zeros((self.num_rows, H), np.float32)}
@@ -187,7 +189,7 @@ class EnvBaseRows(RowEnv):
         given = [self._leaf(key, spec, "outcome") for key, spec in outcomes.items()]
         actions = [self._leaf(key, spec, "decision") for key, spec in _items(self.env.full_action_spec).items()]
         self.leaves = (*observed, *given, *actions)
-        self.action_keys = tuple(leaf.key for leaf in actions)
+        self.action_specs = {key: spec[(0,) * self._dims] for key, spec in _items(self.env.full_action_spec).items()}
         self._given = tuple(leaf for leaf in self.leaves if leaf.role != "decision")
 
     def _leaf(self, key: Key, spec: Any, role: Any) -> Leaf:

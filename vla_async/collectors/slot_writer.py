@@ -38,13 +38,13 @@ class SlotWriter:
         self._T, self._R = slab.layout.decisions, slab.layout.rows_per_slot
         self._spans = slab.layout.spans_episodes
         leaves = {leaf.key: leaf for leaf in slab.layout.leaves}
-        given = {leaf.key for leaf in env.leaves if leaf.key not in env.action_keys}
+        given = {leaf.key for leaf in env.leaves if leaf.key not in env.action_specs}
         self._arrays = {key: _rows_of(slab, key) for key in given}
         self._observed = [key for key in given if leaves[key].role == "observation"]
         self._stepped = [(key, leaves[key].role == "observation") for key in given if not leaves[key].carried]
         self._carried = [key for key in given if leaves[key].carried]
         self._carry: dict[Key, Array] = {}
-        self._actions = {key: slab.rows(key) for key in env.action_keys}
+        self._actions = {key: slab.rows(key) for key in env.action_specs}
         self._versions, self._traj_ids = _rows_of(slab, (keys.POLICY_VERSION,)), _rows_of(slab, TRAJ_IDS)
         self._length = slab.length.numpy()
         self.env_steps = 0

@@ -9,37 +9,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from multiprocessing import connection
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from vla_async.collectors.board import Board
 from vla_async.collectors.pool import WorkerError, how_it_ended
+from vla_async.collectors.processes import Member
 from vla_async.collectors.wires import clock
 from vla_async.collectors.worker import Reply
-
-
-@dataclass
-class Member:
-    """A process of the rollout.
-
-    Attributes:
-        name: for messages.
-        process: the process.
-        link: what it reports on.
-        trouble: the traceback that it has sent.
-        generation: how many processes have had its place before.
-        started: when it was started, until it has said that it is ready; then None.
-    """
-
-    name: str
-    process: BaseProcess
-    link: Connection
-    trouble: str = ""
-    generation: int = 0
-    started: float | None = field(default_factory=clock)
 
 
 class Supervisor:

@@ -26,7 +26,8 @@ from torch import Tensor
 from vla_async.envs.base import EnvFactory, EnvSpec
 
 if TYPE_CHECKING:
-    from vla_async.envs.chunked import ChunkedEnv, ChunkStep
+    from vla_async.envs.base import ChunkStep
+    from vla_async.envs.chunked import ChunkedEnv
     from vla_async.envs.controllers import ScriptedController
 
 

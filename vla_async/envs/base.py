@@ -74,6 +74,35 @@ class SimStep:
     failure: Tensor | None = None
 
 
+@dataclass
+class ChunkStep:
+    """What one decision did, for N rows. Rows that were not stepped hold what they held before.
+
+    Attributes:
+        observation: by name, each ``[N, ...]``: after the last executed env step, before any reset.
+        step_rewards: float32 ``[N, H]``, zero where no env step was executed.
+        executed: bool ``[N, H]``.
+        success: bool ``[N]``, after the last executed env step.
+        success_once: bool ``[N]``, at any env step of the episode so far.
+        terminated: bool ``[N]``.
+        truncated: bool ``[N]``.
+        frames: a picture per executed env step of row 0, if the env records.
+    """
+
+    observation: dict[str, Tensor]
+    step_rewards: Tensor
+    executed: Tensor
+    success: Tensor
+    success_once: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    frames: list[Tensor]
+
+    @property
+    def done(self) -> Tensor:
+        return self.terminated | self.truncated
+
+
 class Simulator(ABC):
     """N rows of one simulator, stepped one env step at a time. :class:`ChunkedEnv` makes an ``EnvBase`` of it.
 

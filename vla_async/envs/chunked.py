@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -13,37 +14,27 @@ from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 from vla_async import keys
-from vla_async.envs.base import EnvSpec, OnSuccess, SimStep, Simulator
+from vla_async.envs.base import ChunkStep, EnvSpec, OnSuccess, SimStep, Simulator
 from vla_async.rng import episode_seed
 
 
 @dataclass
-class ChunkStep:
-    """What one decision did, for N rows. Rows that were not stepped hold what they held before.
+class _Now:
+    """Where the rows' episodes are. Apart from the env, because a module's attributes are slow to set.
 
     Attributes:
-        observation: by name, each ``[N, ...]``: after the last executed env step, before any reset.
-        step_rewards: float32 ``[N, H]``, zero where no env step was executed.
-        executed: bool ``[N, H]``.
-        success: bool ``[N]``, after the last executed env step.
-        success_once: bool ``[N]``, at any env step of the episode so far.
-        terminated: bool ``[N]``.
-        truncated: bool ``[N]``.
-        frames: a picture per executed env step of row 0, if the env records.
+        elapsed: int64 ``[N]``, env steps of the episode.
+        success: bool ``[N]``, after the last env step.
+        success_once: bool ``[N]``, at any env step of the episode.
+        oldest: no episode has more env steps; a plain number, so that most env steps need not look at the rows.
+        observation: by name, each ``[N, ...]``, what the next decision sees.
     """
 
-    observation: dict[str, Tensor]
-    step_rewards: Tensor
-    executed: Tensor
+    elapsed: Tensor
     success: Tensor
     success_once: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    frames: list[Tensor]
-
-    @property
-    def done(self) -> Tensor:
-        return self.terminated | self.truncated
+    oldest: int = 0
+    observation: dict[str, Tensor] = field(default_factory=dict)
 
 
 class ChunkedEnv(EnvBase):
@@ -81,23 +72,23 @@ class ChunkedEnv(EnvBase):
         self.max_episode_steps, self.on_success = max_episode_steps, on_success
         self.recording = False
         self._seed, self._episodes = 0, 0
-        self._elapsed = torch.zeros(rows, dtype=torch.int64, device=on)
-        self._oldest = 0  # no episode has more env steps; a plain number, so that most env steps need not look at the rows
-        self._success_once = torch.zeros(rows, dtype=torch.bool, device=on)
-        self._success = torch.zeros(rows, dtype=torch.bool, device=on)
+        success, success_once = (torch.zeros(rows, dtype=torch.bool, device=on) for _ in range(2))
+        self._now = _Now(torch.zeros(rows, dtype=torch.int64, device=on), success, success_once)
         self._action_low = torch.tensor(simulator.action_low, device=on)
         self._action_high = torch.tensor(simulator.action_high, device=on)
         # The specs need one observation; the episode it starts is never seen, for each reset carries its own seed.
         every_row = torch.ones(rows, dtype=torch.bool, device=on)
         first = simulator.reset(every_row, torch.zeros(rows, dtype=torch.int64, device=on))
-        self._observation = {name: value.clone() for name, value in first.items()}
+        self._now.observation = {name: value.clone() for name, value in first.items()}
         self._make_specs(first)
 
     @property
     def env_spec(self) -> EnvSpec:
         """What a policy has to know of this env."""
-        images = {name: tuple(value.shape[1:]) for name, value in self._observation.items() if value.dtype == torch.uint8}
-        state = self._observation.get("state")
+        images = {
+            name: tuple(value.shape[1:]) for name, value in self._now.observation.items() if value.dtype == torch.uint8
+        }
+        state = self._now.observation.get("state")
         return EnvSpec(
             action_low=self.simulator.action_low,
             action_high=self.simulator.action_high,
@@ -109,16 +100,16 @@ class ChunkedEnv(EnvBase):
     @property
     def observed(self) -> dict[str, Tensor]:
         """What the next decision sees, by name, each ``[N, ...]``."""
-        return self._observation
+        return self._now.observation
 
     def reset_rows(self, rows: Tensor, seeds: Tensor) -> dict[str, Tensor]:
         """Start an episode in ``rows`` (bool ``[N]``) from ``seeds`` (int64 ``[N]``); returns all rows' observation."""
         observation = self.simulator.reset(rows, seeds)
-        self._elapsed.masked_fill_(rows, 0)
-        self._oldest = int(self._elapsed.max())
-        self._success, self._success_once = self._success & ~rows, self._success_once & ~rows
+        self._now.elapsed.masked_fill_(rows, 0)
+        self._now.oldest = int(self._now.elapsed.max())
+        self._now.success, self._now.success_once = self._now.success & ~rows, self._now.success_once & ~rows
         self._keep(observation, rows)
-        return self._observation
+        return self._now.observation
 
     def step_chunk(self, chunk: Tensor, rows: Tensor | None = None) -> ChunkStep:
         """Execute one decision.
@@ -130,10 +121,10 @@ class ChunkedEnv(EnvBase):
         Raises:
             ValueError: if an action is not finite; names the first one.
         """
-        if not torch.isfinite(chunk).all():
+        if not math.isfinite(chunk.sum().item()) and not torch.isfinite(chunk).all():  # the sum alone can overflow
             where = torch.nonzero(~torch.isfinite(chunk))[0].tolist()
             raise ValueError(f"action {chunk[tuple(where)].item()} at [row, step, element] {where} is not finite")
-        active = torch.ones_like(self._success) if rows is None else rows.clone()
+        active = torch.ones_like(self._now.success) if rows is None else rows.clone()
         rewards: list[Tensor] = []
         executed: list[Tensor] = []
         frames: list[Tensor] = []
@@ -142,10 +133,11 @@ class ChunkedEnv(EnvBase):
         goes_on = rows is None or bool(rows.any())
         while goes_on and len(executed) < self.chunk_size:
             stepped = active
+            everyone = self.num_rows == 1 or (rows is None and not executed)
             result = self.simulator.step(chunk[:, len(executed)], stepped)
-            rewards.append(torch.where(stepped, result.reward, 0.0))
+            rewards.append(result.reward.clone() if everyone else torch.where(stepped, result.reward, 0.0))
             executed.append(stepped)
-            self._count(result, stepped)
+            self._count(result, stepped, everyone)
             ended = self._ended(result, stepped)
             if ended is not None:
                 terminated, truncated = terminated | ended[0], truncated | ended[1]
@@ -153,50 +145,63 @@ class ChunkedEnv(EnvBase):
                 goes_on = bool(active.any())
             # Only what the next decision or the end of the episode will see is read: a picture may be costly
             if len(executed) == self.chunk_size or not goes_on:
-                self._keep(result.observation, stepped)
+                self._keep(result.observation, None if everyone else stepped)
             elif ended is not None and bool((stepped & ~active).any()):
                 self._keep(result.observation, stepped & ~active)
             if self.recording and bool(stepped[0]):
                 frames.append(self.simulator.render())
         step_rewards, steps = self._side_by_side(rewards, torch.float32), self._side_by_side(executed, torch.bool)
         if self.on_success == "finish_chunk":
-            won = steps.any(-1) & self._success_once
+            won = steps.any(-1) & self._now.success_once
             terminated, truncated = terminated | won, truncated & ~won
         return ChunkStep(
-            self._observation, step_rewards, steps, self._success, self._success_once, terminated, truncated, frames
+            self._now.observation,
+            step_rewards,
+            steps,
+            self._now.success,
+            self._now.success_once,
+            terminated,
+            truncated,
+            frames,
         )
 
     def _side_by_side(self, columns: list[Tensor], dtype: torch.dtype) -> Tensor:
         """What the executed env steps gave, ``[N]`` each, as ``[N, H]`` with zeros behind."""
+        if self.chunk_size == len(columns) == 1:
+            return columns[0].unsqueeze(-1)
         if len(columns) == self.chunk_size:
             return torch.stack(columns, dim=-1)
-        missing = torch.zeros(self.num_rows, dtype=dtype, device=self._success.device)
+        missing = torch.zeros(self.num_rows, dtype=dtype, device=self._now.success.device)
         return torch.stack(columns + [missing] * (self.chunk_size - len(columns)), dim=-1)
 
-    def _count(self, result: SimStep, rows: Tensor) -> None:
+    def _count(self, result: SimStep, rows: Tensor, everyone: bool) -> None:
         """Take over what one env step did to the rows' episodes. The flags are new tensors: the old ones are given away."""
-        self._elapsed += rows
-        self._oldest += 1
-        self._success = torch.where(rows, result.success, self._success)
-        self._success_once = self._success_once | (rows & result.success)
+        self._now.elapsed += rows
+        self._now.oldest += 1
+        if everyone:
+            self._now.success = result.success.clone()
+            self._now.success_once = self._now.success_once | result.success
+            return
+        self._now.success = torch.where(rows, result.success, self._now.success)
+        self._now.success_once = self._now.success_once | (rows & result.success)
 
     def _ended(self, result: SimStep, rows: Tensor) -> tuple[Tensor, Tensor] | None:
         """The rows whose episode an env step terminates and truncates; None where it can have ended none."""
         over = result.success if self.on_success == "terminate" else torch.zeros_like(rows)
         if result.failure is not None:
             over = over | result.failure
-        if self._oldest < self.max_episode_steps and not bool(over.any()):
+        if self._now.oldest < self.max_episode_steps and not bool(over.any()):
             return None
         terminated = rows & over
-        return terminated, rows & ~terminated & (self._elapsed >= self.max_episode_steps)
+        return terminated, rows & ~terminated & (self._now.elapsed >= self.max_episode_steps)
 
-    def _keep(self, observation: Mapping[str, Tensor], rows: Tensor) -> None:
-        """Take over the rows' part of an observation; the other rows keep the one they ended on."""
-        if bool(rows.all()):
-            self._observation = {name: value.clone() for name, value in observation.items()}
+    def _keep(self, observation: Mapping[str, Tensor], rows: Tensor | None) -> None:
+        """Take over the rows' part of an observation (all by default); the other rows keep the one they ended on."""
+        if rows is None or bool(rows.all()):
+            self._now.observation = {name: value.clone() for name, value in observation.items()}
             return
-        self._observation = {
-            name: torch.where(rows.reshape(-1, *[1] * (value.ndim - 1)), value, self._observation[name])
+        self._now.observation = {
+            name: torch.where(rows.reshape(-1, *[1] * (value.ndim - 1)), value, self._now.observation[name])
             for name, value in observation.items()
         }
 
@@ -239,12 +244,12 @@ class ChunkedEnv(EnvBase):
         return {
             keys.OBSERVATION: TensorDict(leaves, batch_size=self.batch_size, device=self.device),
             keys.INSTRUCTION: NonTensorStack(*texts) if self.batch_size else texts[0],
-            "success": self._surface(self._success.unsqueeze(-1)),
-            "success_once": self._surface(self._success_once.unsqueeze(-1)),
+            "success": self._surface(self._now.success.unsqueeze(-1)),
+            "success_once": self._surface(self._now.success_once.unsqueeze(-1)),
         }
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        rows = torch.ones_like(self._success)
+        rows = torch.ones_like(self._now.success)
         if tensordict is not None and "_reset" in tensordict.keys():
             rows = tensordict.get("_reset").reshape(self.num_rows)
         seeds = [episode_seed(self._seed, row, self._episodes) for row in range(self.num_rows)]

@@ -1,0 +1,68 @@
+"""What a fleet is made of, and which settings it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from torchrl.envs import EnvBase
+
+from vla_async.collectors.env_worker import EnvSource
+from vla_async.collectors.orders import FleetSettings
+from vla_async.envs.base import EnvFactory
+
+EnvSources = EnvFactory | Callable[[], EnvBase] | Sequence[Callable[[], EnvBase]]
+
+
+def make_shards(create_env_fn: EnvSources, envs_per_worker: int, num_stages: int) -> tuple[list[list[EnvSource]], bool]:
+    """The envs of each worker, and whether there is just one callable.
+
+    Raises:
+        ValueError: if they cannot be cut that way.
+    """
+    if envs_per_worker < 1:
+        raise ValueError(f"envs_per_worker={envs_per_worker} must be at least 1")
+    batched = isinstance(create_env_fn, EnvFactory) and create_env_fn.is_batched
+    if num_stages != 1 and not batched:
+        raise ValueError(
+            f"num_stages={num_stages} cuts a batched factory into groups, but these envs are not batched; set it to 1"
+        )
+    if isinstance(create_env_fn, EnvFactory):
+        if not batched:
+            sources = [EnvSource(create_env_fn, index) for index in range(create_env_fn.num_envs)]
+        else:
+            if num_stages < 1 or create_env_fn.num_envs % num_stages:
+                raise ValueError(f"num_stages={num_stages} must divide env.num_envs={create_env_fn.num_envs}")
+            part = dataclasses.replace(create_env_fn, num_envs=create_env_fn.num_envs // num_stages)
+            return [[EnvSource(part)] * num_stages], False
+    elif callable(create_env_fn):
+        return [[EnvSource(create_env_fn)]], True
+    else:
+        sources = [EnvSource(make) for make in create_env_fn]
+    if not sources or not all(isinstance(source.make, EnvFactory) or callable(source.make) for source in sources):
+        raise ValueError(
+            "create_env_fn must be an EnvFactory, a callable that returns an EnvBase, or a list of such callables"
+        )
+    return [sources[start : start + envs_per_worker] for start in range(0, len(sources), envs_per_worker)], False
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuse settings below 1; None is no setting.
+
+    Raises:
+        ValueError: names the setting and its value.
+    """
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+
+
+def check_assignment(settings: FleetSettings, num_workers: int) -> None:
+    """Refuse an assignment of workers to replicas that names others than there are.
+
+    Raises:
+        ValueError: names it and what it must be.
+    """
+    given, replicas = settings.assignment, len(settings.policy_devices)
+    if given is not None and (len(given) != num_workers or not all(0 <= replica < replicas for replica in given)):
+        raise ValueError(f"assignment={given} must give each of {num_workers} workers a replica from 0 to {replicas - 1}")
