@@ -138,6 +138,9 @@ def measure_refusals(strategy: str) -> dict[str, str]:
         "no num_samples": message_of(lambda: run.fabric.backward(batch.loss(run.model, data)[0])),
         "nothing on any rank": message_of(run.optimizer.step),
     }
+    run.backward([batch], data)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
     if first:
         batch.loss(run.model, data)[0].backward()
     else:
@@ -174,6 +177,25 @@ def measure_refusals(strategy: str) -> dict[str, str]:
     found["another optimizer"] = message_of(lambda: (run.optimizer if first else other).step())
     found["another module"] = message_of(lambda: run.fabric.setup(torch.nn.Linear(2, 1 if first else 3)))
     return found
+
+
+def measure_turns(strategy: str) -> dict[str, float]:
+    """Two optimizers that take turns, where a rank has nothing for the turn of the second."""
+    run, data = Run(strategy, lambda parameters: SGD(list(parameters)[-4:-2], lr=0.1)), make_data(20, seed=3)
+    first = {id(p) for p in parameters_of(run.alone_optimizer)}
+    others = [p for p, alone in zip(run.model.parameters(), run.alone.parameters(), strict=True) if id(alone) not in first]
+    second = run.fabric.setup_optimizers(SGD(others, lr=0.1))
+    of_critic, of_both = make_step([[4], [2]], ["critic", "critic"]), make_step([[3, 3], []])
+    run.expect(as_one_batch(of_critic), data)
+    run.backward(of_critic[run.fabric.global_rank], data)
+    found = {"first": run.step()}
+    second.zero_grad()
+    run.alone.zero_grad()
+    run.alone_optimizer = SGD([p for p in run.alone.parameters() if id(p) not in first], lr=0.1)
+    run.expect(as_one_batch(of_both), data)
+    run.backward(of_both[run.fabric.global_rank], data)
+    run.optimizer = second
+    return found | {"second": run.step()}
 
 
 def give_up(run: Run) -> None:
@@ -253,6 +275,7 @@ def measure(rank: int, strategy: str, directory: Path) -> dict[str, Any]:
         "splits": measure_splits(strategy),
         "bf16": measure_bf16(strategy),
         "rest": measure_rest(strategy, directory),
+        "turns": measure_turns(strategy),
         "set-up": measure_set_up() if strategy == "fsdp" else {},
         "refusals": measure_refusals(strategy),  # last: they may leave the ranks apart
     }

@@ -31,6 +31,13 @@ def test_ranks_step_by_the_gradient_of_one_batch(ranks: list[dict[str, Any]], ca
         assert found["calls"] == 0.0, "a buffer is each rank's own"
 
 
+def test_two_optimizers_may_take_turns(ranks: list[dict[str, Any]]) -> None:
+    """A rank without a backward for the second must not bring its count of the first."""
+    for rank in ranks:
+        assert rank["turns"]["first"] < 1e-6
+        assert rank["turns"]["second"] < 1e-6
+
+
 def test_bf16_mixed_adds_up_in_float32(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["bf16"]["to the same micro-batches on one device"] < 1e-6

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vla_async.strategies.ranks import DEFAULT_TIMEOUT_S, AcrossRanks, as_timedelta
-from vla_async.strategies.size_weighted import local, parameters_of, whole
+from vla_async.strategies.size_weighted import Report, local, parameters_of, whole
 
 
 def shard_blocks(module: Module, mesh: DeviceMesh) -> Module:
@@ -154,6 +154,21 @@ class SizeWeightedFSDPStrategy(AcrossRanks, ModelParallelStrategy):
             leaf.grad = None
         if not self._is_whole and self._roots:
             self._gather()
+
+    def _begin(self) -> None:
+        self._drop_zeroed()
+        super()._begin()
+
+    def _report(self, optimizer: Optimizer) -> Report:
+        self._drop_zeroed()
+        return super()._report(optimizer)
+
+    def _drop_zeroed(self) -> None:
+        """Zero for good what ``optimizer.zero_grad()`` zeroed, for example of an optimizer that has not its turn."""
+        for optimizer in self._involved:
+            for shard, leaf in zip(parameters_of(optimizer), self._leaves(optimizer), strict=True):
+                if shard.grad is None and optimizer not in self._stepped:
+                    leaf.grad = None
 
     def _leaves(self, optimizer: Optimizer) -> Sequence[Tensor]:
         return [self._leaf_of[shard] for shard in parameters_of(optimizer)]

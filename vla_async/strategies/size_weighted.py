@@ -39,6 +39,7 @@ class Report:
 
     Attributes:
         optimizer: which of the optimizers, in the order of their set-up.
+        accumulation: the last accumulation that the rank knows of; others may have begun another, which it has nothing for.
         count: valid elements behind the rank's gradient.
         loss: their summed loss.
         has_gradient: for each parameter of the optimizer, whether the rank has a gradient.
@@ -46,6 +47,7 @@ class Report:
     """
 
     optimizer: int
+    accumulation: int
     count: int
     loss: float
     has_gradient: tuple[bool, ...]
@@ -63,12 +65,15 @@ class SizeWeighted(Strategy):
         super().__init__(*args, **kwargs)
         self.grad_norm = float("nan")
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # with their index
-        self._numbers = itertools.count()
+        self._numbers, self._accumulation = itertools.count(), 0
         self._guards: list[RemovableHandle] = []
-        self.reset()
+        self._forget()
 
     def reset(self) -> None:
         """Forget what was accumulated, as after a step. Call it with ``optimizer.zero_grad()`` to give up on a step."""
+        self._forget()
+
+    def _forget(self) -> None:
         self._count = 0
         self._loss: Tensor | float = 0.0
         self._involved: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that got gradients in it
@@ -136,11 +141,15 @@ class SizeWeighted(Strategy):
         if num_samples < 0:
             raise ValueError(f"num_samples={num_samples} must not be negative")
         if self._stepped:
-            self.reset()
+            self._begin()
         self._check_gradients()
         super().backward(tensor, module, *args, **kwargs)
         self._count += num_samples
         self._loss = self._loss + tensor.detach()
+
+    def _begin(self) -> None:
+        self._forget()
+        self._accumulation += 1
 
     def _check_gradients(self) -> None:
         """Gradients must be what this accumulation left: none before its first backward, some after it."""
@@ -168,23 +177,28 @@ class SizeWeighted(Strategy):
         """
         idle = optimizer in self._stepped
         if idle:
-            self.reset()  # an accumulation without a backward, which other ranks may have had
+            self._begin()  # an accumulation without a backward, which other ranks may have had
         if optimizer in self._divided:
             return
         reports = self._meet(self._report(optimizer))
-        total = sum(report.count for report in reports)
+        latest = max(report.accumulation for report in reports)
+        total = sum(report.count for report in reports if report.accumulation == latest)
         if total == 0:
             what = "without a backward since the last one" if idle else "with no valid loss element"
             raise RuntimeError(f"optimizer.step() {what} (raw loss.backward() is not counted): {_HOW}")
         for rank, report in enumerate(reports):
-            if report.problem is not None:
-                raise RuntimeError(f"{report.problem} (on rank {rank} of {len(reports)})")
+            late = _STALE if any(report.has_gradient) else None
+            if problem := report.problem if report.accumulation == latest else late:
+                raise RuntimeError(f"{problem} (on rank {rank} of {len(reports)})")
+        if self._accumulation < latest:
+            self._forget()
+            self._accumulation = latest
         # what has no gradient anywhere keeps none, so that the optimizer leaves it alone, as on one device
         self._reduce(optimizer, [any(flags) for flags in zip(*(r.has_gradient for r in reports), strict=True)])
         for gradient in _gradients(optimizer):
             gradient.div_(total)
         self._divided.add(optimizer)
-        self._check_finite(optimizer, sum(report.loss for report in reports) / total)
+        self._check_finite(optimizer, sum(report.loss for report in reports if report.accumulation == latest) / total)
 
     def _report(self, optimizer: Optimizer) -> Report:
         problem = None
@@ -193,7 +207,8 @@ class SizeWeighted(Strategy):
         elif self._count == 0 and self._has_some(optimizer):
             problem = _STALE
         has_gradient = tuple(leaf.grad is not None for leaf in self._leaves(optimizer))
-        return Report(self._optimizers[optimizer], self._count, float(self._loss), has_gradient, problem)
+        number = self._optimizers[optimizer]
+        return Report(number, self._accumulation, self._count, float(self._loss), has_gradient, problem)
 
     def _check_finite(self, optimizer: Optimizer, mean_loss: float) -> None:
         norm = torch.nn.utils.get_total_norm(list(_gradients(optimizer)))
