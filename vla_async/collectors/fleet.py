@@ -104,6 +104,7 @@ class Fleet:
         num_slots: int,
         spans_episodes: bool,
         version: int = 0,
+        weights: Any = None,
         counts: RowCounts | None = None,
     ) -> None:
         """Give the policy to the replicas, allocate the slab, and let the rollouts begin.
@@ -113,7 +114,8 @@ class Fleet:
             decisions: T, the most decisions in a slot.
             num_slots: S, at least the number of rows.
             spans_episodes: see :class:`SlabLayout`.
-            version: number of updates behind the policy.
+            version: number of updates behind the policy's weights, or behind ``weights``.
+            weights: those that the rollouts begin with, if not the policy's own; see :meth:`WeightPublisher.publish`.
             counts: decisions and episodes of each row so far, to go on from; zero by default.
 
         Raises:
@@ -121,8 +123,7 @@ class Fleet:
             MemoryError: if the slab does not fit.
             WorkerError: if a replica cannot hold the policy.
         """
-        acting = RandomActions(self._action_specs) if policy is None else policy
-        pickled = cloudpickle.dumps(portable(acting))
+        pickled = cloudpickle.dumps(portable(RandomActions(self._action_specs) if policy is None else policy))
         for replica in self._replicas:
             replica.link.send((pickled, self._leaves))
         ready = gather(ReplicaReady, self._replicas, self.settings.start_timeout_s)
@@ -136,7 +137,8 @@ class Fleet:
         is_module = isinstance(policy, nn.Module) and any(True for _ in [*policy.parameters(), *policy.buffers()])
         self.publisher = None
         if is_module:
-            self.publisher = WeightPublisher(policy, len(self._replicas), version, self._announce, self._await_acks)
+            own = version if weights is None else version - 1
+            self.publisher = WeightPublisher(policy, len(self._replicas), own, self._announce, self._await_acks)
         self.tallies = [Tally(self._most_rows(number)) for number in range(len(self._replicas))]
         self._began = clock()
         self._send_orders()
@@ -145,6 +147,8 @@ class Fleet:
         self._supervisor.start()
         if self.publisher is not None:
             self.publisher.confirm()
+            if weights is not None:
+                self.publisher.publish(version, weights)  # before a slot is free: nothing is decided without them
         self.queue.open()
 
     def _all_leaves(self, ready: ReplicaReady) -> tuple[Leaf, ...]:
@@ -226,6 +230,8 @@ class Fleet:
             channel.send(Ask.WEIGHTS, 0, 0, clock())
 
     def _await_acks(self) -> list[tuple[int, int, int]]:
+        if self._supervisor is not None:
+            self._supervisor.check()  # the alarm rings once, but whoever comes again must not wait for another
         wait([self._wires.acks.reader])
         records = self._wires.acks.receive()
         if self._supervisor is not None and any(replica == ALARM for replica, _, _ in records):

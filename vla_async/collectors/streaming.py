@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -138,11 +138,12 @@ class StreamingCollector(BackgroundCollector):
                 num_slots=slots,
                 spans_episodes=True,
                 version=self._version,
+                weights=self._pending,
                 counts=self._counts,
             )
-            if self._pending is not None and fleet.publisher is not None:
-                fleet.publisher.publish(self._version + 1, self._pending)
-                self._version, self._pending = self._version + 1, None
+            self._pending = None
+            if fleet.publisher is None:
+                self._version = 0  # without weights there is nothing to update
         except BaseException:
             fleet.close(0.0)
             raise
@@ -192,13 +193,30 @@ class StreamingCollector(BackgroundCollector):
         """How often the weights were updated."""
         return self._version
 
+    def _weight_update_impl(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if worker_ids is not None:
+            raise ValueError(f"worker_ids={worker_ids}: all replicas hold the same weights; leave it out")
+        if weights_dict and policy_or_weights is None and model_id is None and not self._weight_sync_schemes:
+            for model_id, weights in weights_dict.items():  # TorchRL's own forgets them where there is no scheme
+                self._maybe_fallback_update(weights, model_id=model_id)
+            return
+        super()._weight_update_impl(policy_or_weights, model_id=model_id, weights_dict=weights_dict, **kwargs)
+
     def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
         """Publish weights: those given in any form, or the policy's own. Each call is one version more."""
         if model_id not in (None, "policy"):
             raise KeyError(f"model_id={model_id!r}: the only model of this collector is 'policy'")
         if self._fleet is None:
             self._pending = policy_or_weights if policy_or_weights is not self.policy else None
-            self._version += self._pending is None
+            self._version += 1
         elif self._fleet.publisher is not None:
             self._fleet.publisher.publish(self._version + 1, policy_or_weights)
             self._version += 1
