@@ -53,24 +53,37 @@ class Engine:
         return iter(self.collector)
 
 
-def build(name: str, case: Case, envs: EnvFactory, max_wait_s: float) -> Engine:
+def make_policy(name: str, case: Case) -> Any:
+    """The policy for the engine ``name``; what its engine needs is imported too, so that neither counts as its start."""
+    if name.startswith("ours"):
+        import vla_async.collectors.streaming  # noqa: F401
+    policy: Any = case.make_policy(_form(name))
+    if case.forward is None and not (name.startswith("ours") and _form(name) == "chunked"):
+        return StatePolicy(policy, "push the cube", _form(name))
+    return policy
+
+
+def build(name: str, case: Case, envs: EnvFactory, policy: Any, max_wait_s: float) -> Engine:
     """Build the engine ``name``, with ``@plain`` behind it for envs in that form.
 
     Args:
         name: one of :data:`NAMES`, alone or with ``@chunked`` or ``@plain``.
         case: what is measured.
         envs: the case's envs, counted.
+        policy: of :func:`make_policy`.
         max_wait_s: Tmax of our own collector.
     """
-    engine, _, suffix = name.partition("@")
-    form: Form = "plain" if suffix == "plain" else "chunked"
+    engine, form = name.partition("@")[0], _form(name)
     makers = [functools.partial(make_env, envs, index, form) for index in range(envs.num_envs)]
     frames = case.frames_per_env * envs.num_envs
     if engine.startswith("ours"):
-        return _ours(case, envs if form == "chunked" else makers, frames, max_wait_s, form, engine == "ours-lockstep")
-    policy = _declared(case, form)
+        return _ours(policy, envs if form == "chunked" else makers, frames, max_wait_s, engine == "ours-lockstep")
     acting = copy.deepcopy(policy)  # what acts must not share memory with what learns, or weights tear
     return _torchrl(engine, makers, policy, acting, frames)
+
+
+def _form(name: str) -> Form:
+    return "plain" if name.endswith("@plain") else "chunked"
 
 
 def make_env(envs: EnvFactory, index: int, form: Form) -> EnvBase:
@@ -80,16 +93,9 @@ def make_env(envs: EnvFactory, index: int, form: Form) -> EnvBase:
     return EmulatedEnvBase(envs.make_simulator(index), envs.max_episode_steps)
 
 
-def _declared(case: Case, form: Form) -> Any:
-    """The case's policy with its keys declared."""
-    policy: Any = case.make_policy(form)
-    return StatePolicy(policy, "push the cube", form) if case.forward is None else policy
-
-
-def _ours(case: Case, source: Any, frames: int, max_wait_s: float, form: Form, lockstep: bool) -> Engine:
+def _ours(policy: Any, source: Any, frames: int, max_wait_s: float, lockstep: bool) -> Engine:
     from vla_async.collectors import StreamingCollector
 
-    policy: Any = _declared(case, form) if form == "plain" else case.make_policy(form)
     collector = StreamingCollector(
         source, policy, frames_per_batch=frames, max_wait_s=max_wait_s, async_interaction=not lockstep
     )

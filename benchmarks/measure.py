@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks import processes
 from benchmarks.cases import CASES
-from benchmarks.collectors import Engine, build
+from benchmarks.collectors import Engine, build, make_policy
 from benchmarks.counting import CountedEnvs, open_counts
 
 _MEMORY_EVERY_S = 10.0
@@ -129,9 +129,11 @@ def measure(job: Job) -> Measurement:
         path = str(Path(directory) / "counts")
         counts = open_counts(path, case.envs.num_envs)
         envs = CountedEnvs(inner=case.envs, path=path)
+        policy = make_policy(job.collector, case)
         watch = Watch(job, counts, case.envs.chunk_size, begin=time.perf_counter())
         watch.start()
-        engine = build(job.collector, case, envs, case.max_wait_s if job.max_wait_s is None else job.max_wait_s)
+        max_wait_s = case.max_wait_s if job.max_wait_s is None else job.max_wait_s
+        engine = build(job.collector, case, envs, policy, max_wait_s)
         found = watch.measurement
         times = _consume(engine, watch, case.publish_every_s)
         if wait := engine.wait_s():
