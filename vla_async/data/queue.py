@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from vla_async import keys
 from vla_async.collectors.board import Board, SlotState
 from vla_async.collectors.slab import Slab
 from vla_async.collectors.wires import ALARM
@@ -31,14 +32,15 @@ class TrajectoryQueue:
         check: raises what a process of the rollout has failed with, if one has.
 
     Attributes:
-        produced: slots that were finished.
         consumed: slots that were handed out and given back.
         dropped: slots that were thrown away, by reason.
     """
 
     def __init__(self, slab: Slab, board: Board, finished: Channel, free: Channel, check: Callable[[], None]) -> None:
         self.slab, self.board, self._finished, self._free, self._check = slab, board, finished, free, check
-        self.produced, self.consumed, self.dropped = 0, 0, Counter[str]()
+        self.consumed, self.dropped = 0, Counter[str]()
+        # the policy_version of each slot's first decision, which no later one is older than
+        self._oldest = slab.rows((keys.POLICY_VERSION,)).numpy()[:: slab.layout.rows_per_slot, 0]
         self._ready: deque[int] = deque()
         self._held: set[int] = set()
         self._lock = threading.Lock()
@@ -56,8 +58,8 @@ class TrajectoryQueue:
 
     @property
     def in_flight(self) -> int:
-        """Finished slots that are neither consumed nor dropped."""
-        return len(self) + len(self._held)
+        """Finished slots that are neither consumed nor dropped. Any thread may ask: nothing is taken in."""
+        return int((self.board.state >= SlotState.FINISHED).sum())
 
     def take(self, count: int, version: int, max_staleness: int | None = None) -> list[int]:
         """Wait for ``count`` finished slots, and hand them out.
@@ -65,9 +67,9 @@ class TrajectoryQueue:
         Args:
             count: how many.
             version: number of updates behind the consumer's weights.
-            max_staleness: η: what the consumer gets is not older than ``version - η``, and neither will be what it gets
-                after its next update: slots that would be, come first, and those still in progress are waited for. What is
-                older all the same is dropped. None for no bound.
+            max_staleness: η: nothing older than ``version - η`` is handed out, now or after the next updates: what would
+                become too old is preferred, and waited for while it is in progress. What is too old all the same, as after a
+                jump of the version, is dropped. None for no bound.
 
         Returns:
             The slots; none if another thread has ended the wait.
@@ -76,28 +78,39 @@ class TrajectoryQueue:
             Exception: what a process of the rollout has failed with.
         """
         while True:
+            self._check()  # the alarm rings once, but whoever comes again must not wait for another
             self._receive()
             if self.interrupted:
                 return []
             if max_staleness is not None:
                 self._drop_stale(version - max_staleness)
-                if self._in_progress(version - max_staleness):
-                    self._wait()
-                    continue
-            if len(self._ready) >= count:
+            taken = self._choose(count, version, max_staleness)
+            if taken:
                 break
             self._wait()
-        age = {slot: self.slab.oldest_version(slot) for slot in self._ready}
-        taken = (
-            sorted(self._ready, key=lambda slot: age[slot])[:count]
-            if max_staleness is not None
-            else list(self._ready)[:count]
-        )
         for slot in taken:
             self._ready.remove(slot)
         self._held.update(taken)
         self.board.state[taken] = SlotState.HELD
         return taken
+
+    def _choose(self, count: int, version: int, max_staleness: int | None) -> list[int]:
+        """The slots to hand out, or none if it has to wait.
+
+        A slot that began with weights o can be used until version o + η. Its turn comes in time, whatever finishes when, if
+        after each batch at most j batches' worth of slots have to be used within the next j: the earliest deadline first.
+        """
+        if len(self._ready) < count:
+            return []
+        if max_staleness is None:
+            return list(self._ready)[:count]
+        age = {slot: self.slab.oldest_version(slot) for slot in self._ready}
+        order = sorted(self._ready, key=age.__getitem__)  # of the same age, by arrival
+        left = [age[slot] for slot in order[count:]] + self._ages_in_progress()
+        for batches in range(max_staleness + 1):
+            if sum(oldest + max_staleness <= version + batches for oldest in left) > batches * count:
+                return []
+        return order[:count]
 
     def release(self, slots: Sequence[int]) -> None:
         """Give back what was handed out: the envs may write there again."""
@@ -133,13 +146,13 @@ class TrajectoryQueue:
                 self.board.state[slot] = SlotState.FREE
                 self._free.send(slot)
 
-    def _in_progress(self, oldest: int) -> bool:
-        """Whether a slot that is written to began with weights of this version or older."""
+    def _ages_in_progress(self) -> list[int]:
+        """The versions that the slots which are written to began with."""
         acting = np.flatnonzero((self.board.state == SlotState.ACTING) | (self.board.state == SlotState.CLOSING))
-        return any(self.slab.oldest_version(int(slot)) <= oldest for slot in acting)
+        return [self.slab.oldest_version(int(slot)) for slot in acting]
 
     def _drop_stale(self, least: int) -> None:
-        stale = [slot for slot in self._ready if self.slab.oldest_version(slot) < least]
+        stale = [slot for slot in self._ready if self._oldest[slot] < least]
         for slot in stale:
             self._ready.remove(slot)
         if stale:
@@ -156,13 +169,13 @@ class TrajectoryQueue:
                 self.interrupted = True  # by another thread, to end the wait
             elif self.board.state[slot] == SlotState.DROPPED:
                 self.dropped["worker ended"] += 1
-                self.produced += 1
                 self._set_free([slot])
             else:
-                self.produced += 1
                 self._ready.append(slot)
 
     def counts(self) -> dict[str, int]:
         """``produced``, ``consumed``, ``in_flight``, and ``dropped/<reason>``; the first is the sum of the others."""
         dropped = {f"dropped/{reason}": number for reason, number in self.dropped.items()}
-        return {"produced": self.produced, "consumed": self.consumed, "in_flight": self.in_flight} | dropped
+        in_flight = self.in_flight
+        produced = self.consumed + sum(dropped.values()) + in_flight
+        return {"produced": produced, "consumed": self.consumed, "in_flight": in_flight} | dropped
