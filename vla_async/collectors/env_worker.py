@@ -53,14 +53,12 @@ class EnvWorker:
 
     def run(self) -> None:
         """Serve until told to stop."""
-        for place, writer in enumerate(self.writers):
-            started = self._enter()
-            writer.start(self.orders.seed)
-            self._leave(started)
-            self._hungry.append(place)
         poller = select.poll()
         answers, free = self.wires.answers[self.number], self.wires.free
         poller.register(answers, select.POLLIN)
+        if self.orders.generation == 0:
+            for place in range(len(self.writers)):
+                self._begin(place)
         while True:
             if self._hungry:
                 self._feed()
@@ -76,7 +74,14 @@ class EnvWorker:
                 if generation == STOPPED:
                     return
                 if generation == self.orders.generation:  # else it answers the worker that was here before
-                    self._take(place, rows)
+                    self._take(place, rows) if rows else self._begin(place)
+
+    def _begin(self, place: int) -> None:
+        """Start an env: at once, or in place of an ended worker's when the replica has given back what that one had."""
+        started = self._enter()
+        self.writers[place].start(self.orders.seed)
+        self._leave(started)
+        self._hungry.append(place)
 
     def _take(self, place: int, rows: int) -> None:
         self._answered[place] += rows

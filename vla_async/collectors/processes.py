@@ -14,6 +14,8 @@ from vla_async.collectors.worker import Reply
 
 T = TypeVar("T")
 
+LONGEST_WAIT_S = 3600.0  # at once; the kernel takes no longer ones, and whoever has waited so long can wait again
+
 
 @dataclass
 class Member:
@@ -55,8 +57,8 @@ def gather(kind: type[T], members: Sequence[Member], timeout_s: float) -> list[T
     received: dict[int, T] = {}
     deadline = clock() + timeout_s
     while waiting:
-        answered: list[Any] = wait(list(waiting), max(0.0, deadline - clock()))
-        if not answered:
+        answered: list[Any] = wait(list(waiting), min(max(0.0, deadline - clock()), LONGEST_WAIT_S))
+        if not answered and clock() >= deadline:
             names = ", ".join(members[number].name for number in waiting.values())
             raise WorkerError(f"no answer within start_timeout_s={timeout_s:g} s from {names}")
         for link in answered:

@@ -19,7 +19,7 @@ from vla_async.collectors.acting import ActingPolicy
 from vla_async.collectors.batcher import DynamicBatcher, Share
 from vla_async.collectors.board import SlotState
 from vla_async.collectors.orders import ReplicaOrders, ReplicaReady, ReplicaSettings
-from vla_async.collectors.slab import Key, Leaf
+from vla_async.collectors.slab import Key, Leaf, read_texts
 from vla_async.collectors.wires import PAUSED, Ask, EnvAddress, Wires, clock
 from vla_async.collectors.worker import Reporting, leave_signals_to_parent
 from vla_async.rng import fold
@@ -143,6 +143,7 @@ class InferenceReplica:
             if slot >= 0 and self.board.state[slot] in (SlotState.FREE, SlotState.ACTING):  # else it was finished before
                 self.board.state[slot] = SlotState.DROPPED
                 self.wires.finished.send(slot)
+        self.wires.answers[self._envs[id].worker].send(generation, self._envs[id].place, 0)
 
     def _answer_all(self, batch: list[Share[_Request]]) -> None:
         """Answer a due batch; in lockstep it holds all envs, and is cut to what the device takes at once."""
@@ -168,7 +169,10 @@ class InferenceReplica:
             return
         began = clock()
         rows, request_keys, decisions = self._rows(batch)
-        made = self.acting.decide(self._gather, rows, request_keys)
+        try:
+            made = self.acting.decide(self._gather, rows, request_keys)
+        except Exception as error:
+            raise RuntimeError(f"the policy failed on a batch of {len(rows)} rows; {self._describe(rows)}") from error
         self._write(made, rows, decisions)
         for share in batch:
             self._tell(share)
@@ -203,7 +207,9 @@ class InferenceReplica:
     def _write(self, made: dict[Key, Tensor], rows: Tensor, decisions: int) -> None:
         """Write what was decided into the rows; of the ends of slots, which come last, the value alone."""
         if decisions < len(rows):
-            self._leaves[(keys.VALUE,)].index_copy_(0, rows[decisions:], made[(keys.VALUE,)][decisions:])
+            values = made[(keys.VALUE,)][decisions:]
+            self._check_finite({(keys.VALUE,): values}, rows[decisions:])
+            self._leaves[(keys.VALUE,)].index_copy_(0, rows[decisions:], values)
             made, rows = {key: value[:decisions] for key, value in made.items()}, rows[:decisions]
         if not decisions:
             return
@@ -215,14 +221,15 @@ class InferenceReplica:
     def _check_finite(self, made: dict[Key, Tensor], rows: Tensor) -> None:
         for key, value in made.items():
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                row = int(rows[int(torch.nonzero(~torch.isfinite(value).flatten(1).all(1))[0])])
-                seen = {".".join(leaf.key): _is_finite(self._leaves[leaf.key][row]) for leaf in self.acting.reads}
-                slot, step = divmod(row, self.slab.layout.rows_per_slot)
-                owner = np.flatnonzero(self.board.slot == slot).tolist()
-                raise FloatingPointError(
-                    f"the policy's {'.'.join(key)} for env {owner[0] if owner else '?'} (decision {step} of its slot, "
-                    f"weights of version {self.version}) is not finite; its input was finite: {seen}"
-                )
+                wrong = rows[~torch.isfinite(value).reshape(len(value), -1).all(-1)]
+                raise FloatingPointError(f"the policy's {'.'.join(key)} is not finite; {self._describe(wrong)}")
+
+    def _describe(self, rows: Tensor) -> str:
+        """For an error: which envs some rows belong to, and what the policy saw there."""
+        slots = np.unique(rows.numpy() // self.slab.layout.rows_per_slot)
+        envs = np.flatnonzero(np.isin(self.board.slot, slots)).tolist()
+        seen = [_summary(leaf, self._leaves[leaf.key][rows]) for leaf in self.acting.reads]
+        return f"it was for env {envs}, with weights of version {self.version}; the input was {'; '.join(seen)}"
 
     def _tell(self, share: Share[_Request]) -> None:
         """Wake the env, or hand the slot over, that a share belongs to."""
@@ -235,8 +242,13 @@ class InferenceReplica:
             self._hand_over(request.slot)
 
 
-def _is_finite(value: Tensor) -> bool:
-    return bool(torch.isfinite(value.float()).all())
+def _summary(leaf: Leaf, value: Tensor) -> str:
+    name, dtype = ".".join(leaf.key), str(leaf.dtype).removeprefix("torch.")
+    if leaf.is_text:
+        return f"{name} {read_texts(value, value.shape[:1]).tolist()[:3]}"
+    numbers = value.double()
+    span = f"in [{numbers.min():g}, {numbers.max():g}]" if bool(torch.isfinite(numbers).all()) else "not finite"
+    return f"{name} {dtype} {list(value.shape)} {span}"
 
 
 def run_replica(link: Connection, number: int, settings: ReplicaSettings, wires: Wires) -> None:

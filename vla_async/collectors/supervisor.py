@@ -5,6 +5,7 @@ It sleeps in the kernel until something happens, and looks at the clock only whe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 from vla_async.collectors.board import Board
 from vla_async.collectors.pool import WorkerError, how_it_ended
-from vla_async.collectors.processes import Member
+from vla_async.collectors.processes import LONGEST_WAIT_S, Member
 from vla_async.collectors.wires import clock
 from vla_async.collectors.worker import Reply
 
@@ -118,7 +119,8 @@ class Supervisor:
             member.trouble = message.error or ""
         elif number is not None:
             member.started = None
-            self._welcome(number)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended meanwhile, as we shall see
+                self._welcome(number)
 
     def _bury(self, member: Member, number: int | None) -> None:
         """See to a process that has ended: replace it, or end the run."""
@@ -158,7 +160,7 @@ class Supervisor:
 
     def _patience(self) -> float:
         """Seconds until the next time-out can be due; a worker that goes into its env later has longer."""
-        now, longest = clock(), min(self.env_timeout_s, self.start_timeout_s)
+        now, longest = clock(), min(self.env_timeout_s, self.start_timeout_s, LONGEST_WAIT_S)
         first = min((deadline for deadline, _ in self._deadlines().values()), default=now + longest)
         return max(0.01, min(first - now, longest))
 

@@ -34,7 +34,7 @@ class Ask(IntEnum):
 
 
 ASK_RECORD = "<hhid"  # Ask, generation of the worker, id, clock when it was sent
-ANSWER_RECORD = "<hhi"  # generation of the worker, env within the worker, rows answered
+ANSWER_RECORD = "<hhi"  # generation of the worker, env within the worker, rows answered; 0 lets it start the env
 SLOT_RECORD = "<i"
 ACK_RECORD = "<iqq"  # replica, version, checksum
 STOPPED = -1  # as a generation in an answer: the worker has to end
