@@ -215,17 +215,15 @@ class Fleet:
         """Take the place of a worker that has ended: give its slots back, and start another."""
         generation = self._workers[number].generation + 1
         self.board.claiming[number] = 0
-        self.queue.recover(self._is_any_claiming)
+        # another may have ended at the same time, and would be waited for in vain
+        workers = self._workers
+        self.queue.recover(lambda: any(self.board.claiming[n] and w.process.is_alive() for n, w in enumerate(workers)))
         for env in self.envs:
             if env.worker == number:
                 self._wires.asks[env.replica].send(Ask.FORGET, generation, env.rows.start, clock())
         member = self._start_worker(number)
         member.generation = generation
         return member
-
-    def _is_any_claiming(self) -> bool:
-        # another may have ended at the same time, and would be waited for in vain
-        return any(self.board.claiming[number] and w.process.is_alive() for number, w in enumerate(self._workers))
 
     # ------------------------------------------------------------------ while it runs
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torchrl.envs import EnvBase
 
 from vla_async.collectors.env_worker import EnvSource
 from vla_async.collectors.orders import FleetSettings
+from vla_async.collectors.wires import EnvAddress
 from vla_async.envs.base import EnvFactory
 
+MOST_SLOTS = 2**14  # by a pipe, 4 bytes for each
 EnvSources = EnvFactory | Callable[[], EnvBase] | Sequence[Callable[[], EnvBase]]
 
 
@@ -55,6 +58,42 @@ def check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+
+
+def check_slots(
+    envs: Sequence[EnvAddress], lockstep: bool, *, max_in_flight: int, fragments: int, fragment_length: int
+) -> None:
+    """Refuse so few slots that all envs can wait for one while no batch is complete.
+
+    Args:
+        envs: all of them.
+        lockstep: whether the envs of a replica ask together, or only the rows of an env.
+        max_in_flight: M.
+        fragments: B, of a batch.
+        fragment_length: T.
+
+    Raises:
+        ValueError: names the settings and the fix.
+    """
+    teams = Counter[int]()
+    for env in envs:
+        teams[env.replica if lockstep else env.rows.start] += len(env.rows)
+    rows, slots = teams.total(), max_in_flight * fragments
+    what = f"max_in_flight={max_in_flight} batches of {fragments} fragments"
+    if slots < rows:
+        raise ValueError(
+            f"{what} are fewer than the {rows} envs: some could never run; raise frames_per_batch or max_in_flight, or "
+            "lower fragment_length"
+        )
+    # a team that lacks a single slot waits with all the others that it has, and they are missing in the batch
+    if slots < fragments + rows - len(teams) and fragments % rows:
+        raise ValueError(
+            f"{what} are too few for {rows} envs of which {max(teams.values())} decide together: they could all wait for each "
+            f"other; make frames_per_batch a multiple of {rows * fragment_length}, or raise max_in_flight to "
+            f"{-(-(fragments + rows - len(teams)) // fragments)}"
+        )
+    if slots > MOST_SLOTS:
+        raise ValueError(f"{what} are more than {MOST_SLOTS}, as many as can be handed over; raise fragment_length")
 
 
 def check_assignment(settings: FleetSettings, num_workers: int) -> None:

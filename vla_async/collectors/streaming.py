@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from vla_async.collectors.background import BackgroundCollector
 from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.orders import FleetOptions, FleetSettings, RowCounts
-from vla_async.collectors.shards import EnvSources, check_assignment, check_counts, make_shards
+from vla_async.collectors.shards import EnvSources, check_assignment, check_counts, check_slots, make_shards
 from vla_async.collectors.slab import MASK
 from vla_async.policies.base import VLAPolicy
 
@@ -74,7 +74,6 @@ class StreamingCollector(BackgroundCollector):
         **settings: Unpack[FleetOptions],
     ) -> None:
         super().__init__()
-        self.closed = True
         self._shards, self._single = make_shards(create_env_fn, envs_per_worker, num_stages)
         self.create_env_fn, self.policy = create_env_fn, policy
         self.requested_frames_per_batch = self.frames_per_batch = frames_per_batch
@@ -102,13 +101,13 @@ class StreamingCollector(BackgroundCollector):
             WorkerError: if an env or the policy cannot be built.
             MemoryError: if the slab does not fit.
         """
+        return self._ensure_open()
+
+    def _ensure_open(self) -> Fleet:
         if self._fleet is None:
             self._fleet = self._open()
             self.closed = False
         return self._fleet
-
-    def _ensure_open(self) -> None:
-        _ = self.fleet
 
     def _open(self) -> Fleet:
         fleet = Fleet(self._shards, self._settings)
@@ -126,16 +125,17 @@ class StreamingCollector(BackgroundCollector):
                     f"batch has {self.frames_per_batch}",
                     stacklevel=4,
                 )
-            slots = self.max_in_flight * self._B
-            if slots < rows:
-                raise ValueError(
-                    f"max_in_flight={self.max_in_flight} batches of {self._B} fragments are fewer than the {rows} envs: "
-                    "some could never run; raise frames_per_batch or max_in_flight, or lower fragment_length"
-                )
+            check_slots(
+                fleet.envs,
+                not self._settings.async_interaction,
+                max_in_flight=self.max_in_flight,
+                fragments=self._B,
+                fragment_length=self._T,
+            )
             fleet.serve(
                 self.policy,
                 decisions=self._T,
-                num_slots=slots,
+                num_slots=self.max_in_flight * self._B,
                 spans_episodes=True,
                 version=self._version,
                 weights=self._pending,
@@ -153,24 +153,26 @@ class StreamingCollector(BackgroundCollector):
         """Yield batches until ``total_frames``; the envs go on meanwhile, as far as ``max_in_flight`` lets them."""
         if self._writer is not None and threading.current_thread() is not self._writer:
             raise RuntimeError("start() collects in the background; call async_shutdown() before iterating")
-        while (self.total_frames < 0 or self._frames < self.total_frames) and not self._stopping.is_set():
-            fleet = self.fleet
-            writes = self.replay_buffer is not None and not self._ignore_rb
+        # a fragment that was dropped for its age would leave a hole in its trajectory; a replay buffer minds no age
+        bounded = self.replay_buffer is None and self.trajs_per_batch is None
+        while self.total_frames < 0 or self._frames < self.total_frames:
+            self._set_busy(False)
+            fleet = self._fleet if threading.current_thread() is self._writer else self._ensure_open()
+            if fleet is None or self._stopping.is_set():
+                return
+            if self._lent:  # whoever had them, asks for more now
+                fleet.queue.release(self._lent)
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
-            slots = fleet.queue.take(self._B, self._version, None if writes else self.max_in_flight - 1)
-            if not slots:
+            self._lent = fleet.queue.take(self._B, self._version, self.max_in_flight - 1 if bounded else None)
+            self._set_busy(True)
+            if not self._lent or self._stopping.is_set():
                 return
-            try:
-                with self._writing:
-                    batch = self._finish(fleet, slots)
-                    if writes:
-                        self._write(batch)
-                        fleet.queue.release(slots)
-                yield None if writes else batch
-            finally:
-                if not writes and self._fleet is fleet:
-                    fleet.queue.release(slots)
+            batch = self._finish(fleet, self._lent)
+            writes = self.replay_buffer is not None and not self._ignore_rb
+            if writes:
+                self._write(batch)
+            yield None if writes else batch
 
     def _finish(self, fleet: Fleet, slots: list[int]) -> TensorDictBase:
         batch: TensorDictBase = fleet.slab.read(slots, length=self._T)
@@ -214,6 +216,7 @@ class StreamingCollector(BackgroundCollector):
         """Publish weights: those given in any form, or the policy's own. Each call is one version more."""
         if model_id not in (None, "policy"):
             raise KeyError(f"model_id={model_id!r}: the only model of this collector is 'policy'")
+        self._raise_writer_error()
         if self._fleet is None:
             self._pending = policy_or_weights if policy_or_weights is not self.policy else None
             self._version += 1
@@ -229,14 +232,15 @@ class StreamingCollector(BackgroundCollector):
         Returns:
             The seed of the collector that follows: the same if ``static_seed``, else the next.
         """
-        self._stop_fleet(0.7)
-        self._counts, self._settings = None, dataclasses.replace(self._settings, seed=seed)
+        with self._stopped():
+            self._counts, self._settings = None, dataclasses.replace(self._settings, seed=seed)
+            self._flush_trajectory_assembly()
         return seed if static_seed else seed + 1
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Start all envs anew, with the episodes that come next; what was under way is given up."""
-        self._stop_fleet(0.7)
-        self._flush_trajectory_assembly()
+        with self._stopped():
+            self._flush_trajectory_assembly()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """How far the collector and the random streams are. It can be asked for at any time."""
@@ -246,10 +250,12 @@ class StreamingCollector(BackgroundCollector):
 
     def load_state_dict(self, state_dict: OrderedDict[str, Any]) -> None:
         """Go on from a state: with its counts, its seed, and episodes that had not begun then."""
-        self._stop_fleet(0.7)
-        self._frames, self._iter, self._version = state_dict["frames"], state_dict["iter"], state_dict["policy_version"]
-        self._settings = dataclasses.replace(self._settings, seed=state_dict["seed"])
-        self._counts = None if state_dict["counts"] is None else RowCounts(**state_dict["counts"])
+        with self._stopped():
+            self._frames, self._iter, self._version = state_dict["frames"], state_dict["iter"], state_dict["policy_version"]
+            self._settings = dataclasses.replace(self._settings, seed=state_dict["seed"])
+            self._counts = None if state_dict["counts"] is None else RowCounts(**state_dict["counts"])
+            self._pending = None
+            self._flush_trajectory_assembly()
 
     def stats(self) -> dict[str, Any]:
         """What TorchRL's collectors tell, and what the processes have done since they started (:meth:`Fleet.stats`)."""
@@ -258,40 +264,7 @@ class StreamingCollector(BackgroundCollector):
             return stats
         return stats | self._fleet.stats()
 
-    # ------------------------------------------------------------------ end
-
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End all processes. Iterating again starts new ones.
-
-        Args:
-            timeout: how long processes may take to end by themselves, in seconds.
-            close_env: not used: an env ends with its process.
-            raise_on_error: raise what :meth:`start` failed with.
-        """
-        self._stopping.set()
-        self._stop_fleet(0.7 if timeout is None else timeout)
-        self._stopping.clear()
-        self.closed = True
-        error, self._writer_error = self._writer_error, None
-        if error is not None and raise_on_error:
-            raise RuntimeError("collecting in the background failed") from error
-
-    def _stop_fleet(self, grace_s: float) -> None:
-        fleet, self._fleet = self._fleet, None
-        if fleet is None:
-            return
-        self._counts = fleet.counts
-        writer, self._writer = self._writer, None
-        if writer is not None and writer is not threading.current_thread():
-            fleet.interrupt()
-            writer.join()
-        fleet.close(grace_s)
-
     @property
     def env(self) -> EnvSources:
         """What builds the envs; they live in other processes."""
         return self.create_env_fn
-
-    def __del__(self) -> None:
-        if not getattr(self, "closed", True):
-            self._stop_fleet(0.2)

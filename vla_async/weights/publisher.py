@@ -86,8 +86,15 @@ class WeightPublisher:
             {name: Field(tuple(state[name].shape), state[name].dtype) for name in self.names}, version
         )
         self._frozen = {name: tensor._version for name, tensor in state.items() if name not in self.names}
+        self._first = version
         self.version, self._checksum = version, checksum({name: state[name] for name in self.names})
         self._held: dict[int, int] = dict.fromkeys(range(num_replicas), -1)
+
+    @property
+    def latest(self) -> dict[str, Tensor] | None:
+        """What was published last, by name; None if nothing was."""
+        version, copy = self.shared.newest
+        return self.shared.copies[copy].tensors if version != self._first else None
 
     @property
     def nbytes(self) -> int:
