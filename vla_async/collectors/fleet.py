@@ -215,9 +215,8 @@ class Fleet:
         """Take the place of a worker that has ended: give its slots back, and start another."""
         generation = self._workers[number].generation + 1
         self.board.claiming[number] = 0
-        # another may have ended at the same time, and would be waited for in vain
-        workers = self._workers
-        self.queue.recover(lambda: any(self.board.claiming[n] and w.process.is_alive() for n, w in enumerate(workers)))
+        # one that has ended at the same time would be waited for in vain
+        self.queue.recover(lambda: any(self.board.claiming[n] and w.process.is_alive() for n, w in enumerate(self._workers)))
         for env in self.envs:
             if env.worker == number:
                 self._wires.asks[env.replica].send(Ask.FORGET, generation, env.rows.start, clock())
@@ -233,7 +232,7 @@ class Fleet:
 
     def _await_acks(self) -> list[tuple[int, int, int]]:
         if self._supervisor is not None:
-            self._supervisor.check()  # the alarm rings once, but whoever comes again must not wait for another
+            self._supervisor.check()  # the alarm rings once, not for everyone who comes
         wait([self._wires.acks.reader])
         records = self._wires.acks.receive()
         if self._supervisor is not None and any(replica == ALARM for replica, _, _ in records):

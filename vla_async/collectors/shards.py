@@ -85,12 +85,15 @@ def check_slots(
             f"{what} are fewer than the {rows} envs: some could never run; raise frames_per_batch or max_in_flight, or "
             "lower fragment_length"
         )
-    # a team that lacks a single slot waits with all the others that it has, and they are missing in the batch
-    if slots < fragments + rows - len(teams) and fragments % rows:
+    # A team that lacks a single slot waits with all the others that it has, and they are missing in the batch. Slots for
+    # whole teams are safe only where one team at a time takes some.
+    sizes, one_by_one = set(teams.values()), len(teams) == 1 or (not lockstep and len({env.worker for env in envs}) == 1)
+    safe = one_by_one and len(sizes) == 1 and fragments % max(sizes) == 0
+    if slots < fragments + rows - len(teams) and not safe:
+        fix = f"make frames_per_batch a multiple of {rows * fragment_length}, or " if len(teams) == 1 else ""
         raise ValueError(
-            f"{what} are too few for {rows} envs of which {max(teams.values())} decide together: they could all wait for each "
-            f"other; make frames_per_batch a multiple of {rows * fragment_length}, or raise max_in_flight to "
-            f"{-(-(fragments + rows - len(teams)) // fragments)}"
+            f"{what} are too few for {rows} envs of which {max(teams.values())} must decide together: they could all wait for "
+            f"each other; {fix}raise max_in_flight to {-(-(fragments + rows - len(teams)) // fragments)}"
         )
     if slots > MOST_SLOTS:
         raise ValueError(f"{what} are more than {MOST_SLOTS}, as many as can be handed over; raise fragment_length")
