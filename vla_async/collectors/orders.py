@@ -175,7 +175,7 @@ class FleetSettings:
         for name in ("env_timeout_s", "start_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be a positive number of seconds")
-        if not self.max_wait_s >= 0:
+        if not 0 <= self.max_wait_s < float("inf"):  # an env without a slot would be waited for, for ever
             raise ValueError(f"max_wait_s={self.max_wait_s} must be 0 or a positive number of seconds")
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts} must not be negative")

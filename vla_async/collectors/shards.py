@@ -92,7 +92,7 @@ def check_slots(
     if slots < fragments + rows - len(teams) and not safe:
         fix = f"make frames_per_batch a multiple of {rows * fragment_length}, or " if len(teams) == 1 else ""
         raise ValueError(
-            f"{what} are too few for {rows} envs of which {max(teams.values())} must decide together: they could all wait for "
+            f"{what} are too few for {rows} envs of which {max(teams.values())} must decide together: all could wait for "
             f"each other; {fix}raise max_in_flight to {-(-(fragments + rows - len(teams)) // fragments)}"
         )
     if slots > MOST_SLOTS:
