@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vla_async.placement import Placement
     from vla_async.trainer import AsyncTrainer
 
 __version__ = "0.1.0"
-__all__ = ["AsyncTrainer", "__version__"]
+__all__ = ["AsyncTrainer", "Placement", "__version__"]
 
-_HOMES = {"AsyncTrainer": "vla_async.trainer"}
+_HOMES = {"AsyncTrainer": "vla_async.trainer", "Placement": "vla_async.placement"}
 
 
 def __getattr__(name: str) -> object:

@@ -33,6 +33,11 @@ def resolve_accelerator(wanted: Accelerator) -> Literal["cpu", "cuda"]:
     return wanted
 
 
+def training_device(accelerator: Literal["cpu", "cuda"], index: int) -> torch.device:
+    """The device that trains."""
+    return torch.device("cuda", index) if accelerator == "cuda" else torch.device("cpu")
+
+
 @contextmanager
 def torch_threads(number: int | None, env: EnvFactory) -> Iterator[None]:
     """Let torch compute with so many threads inside the block; None for those that the env workers leave, at least one.
@@ -53,7 +58,7 @@ def make_fabric(
     accelerator: Literal["cpu", "cuda"], device: int, precision: Precision, directory: Path, loggers: Sequence[Logger]
 ) -> Fabric:
     """Fabric on one device, with ``metrics.csv`` in ``directory`` beside the given loggers."""
-    on = torch.device("cuda", device) if accelerator == "cuda" else torch.device("cpu")
+    on = training_device(accelerator, device)
     csv = CSVLogger(root_dir=directory, name="", version="", flush_logs_every_n_steps=1)
     _ = csv.experiment  # it warns of a directory that is not empty, so it opens before anything else is written there
     fabric = Fabric(

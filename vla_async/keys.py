@@ -36,4 +36,5 @@ SUCCESS = ("next", "success")  # bool [1], the success predicate after the chunk
 SUCCESS_ONCE = ("next", "success_once")  # bool [1], held at any env step of the episode so far
 
 POLICY_VERSION = "policy_version"  # int64 [1], number of updates behind the weights that made the decision
+STALENESS = "staleness"  # int64 [1], the consuming version minus the oldest policy_version of the trajectory
 REQUEST_KEY = "request_key"  # int64 [1], the key of the decision's own random stream (vla_async.rng)

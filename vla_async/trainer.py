@@ -10,7 +10,7 @@
    TrajectoryQueue ──▶ Streamer ──micro-batch──▶ policy.training_step (sum loss, valid count)
        ──▶ SizeWeighted strategy (accumulate; divide once by the global valid count) ──▶ optimizer step(s), then version v+1
    WeightPublisher ──weights v+1──▶ every InferenceReplica (swapped between two batches, never inside one)
-Of this, ``loops/sync.py`` runs the synchronous baseline: the same roles, taking turns.
+``loops/streaming.py`` runs all of this; ``loops/sync.py`` the synchronous baseline: the same roles, taking turns.
 """
 
 from __future__ import annotations

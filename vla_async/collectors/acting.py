@@ -137,7 +137,7 @@ class ActingPolicy:
         return inputs if outputs is None else outputs
 
     def decide(
-        self, gather: Callable[[Leaf, Tensor, Tensor | None], Tensor], rows: Tensor, request_keys: Tensor
+        self, gather: Callable[[Leaf, Tensor, Tensor | None], Tensor], rows: Tensor, request_keys: Tensor, least: int = 0
     ) -> dict[Key, Tensor]:
         """Decide for rows of a slab.
 
@@ -145,12 +145,13 @@ class ActingPolicy:
             gather: copies a leaf's rows out, into a tensor if one is given.
             rows: int64 ``[B]``.
             request_keys: int64 ``[B]``.
+            least: the batch is filled up to so many rows, with copies of its first.
 
         Returns:
             What it wrote, on the CPU, by the keys of :attr:`writes`, each ``[B, ...]``.
         """
         size = len(rows)
-        rows, request_keys = self._filled(rows), self._filled(request_keys)
+        rows, request_keys = self._filled(rows, least), self._filled(request_keys, least)
         seen = {leaf.key: gather(leaf, rows, self._staging(leaf, len(rows))) for leaf in self.reads}
         outputs = self.forward(self._inputs(seen, request_keys))
         made = {}
@@ -161,9 +162,10 @@ class ActingPolicy:
             torch.cuda.current_stream(self.device).synchronize()
         return made
 
-    def _filled(self, values: Tensor) -> Tensor:
+    def _filled(self, values: Tensor, least: int) -> Tensor:
         """Padded to the next allowed batch size."""
-        size = next((size for size in self._sizes if size >= len(values)), len(values))
+        least = max(least, len(values))
+        size = next((size for size in self._sizes if size >= least), least)
         return values if size == len(values) else torch.cat([values, values[:1].expand(size - len(values))])
 
     def _staging(self, leaf: Leaf, size: int) -> Tensor | None:

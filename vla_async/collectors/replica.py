@@ -69,6 +69,8 @@ class InferenceReplica:
         if orders.weights is not None and isinstance(acting.policy, nn.Module):
             fixed = acting.device.type != "cpu" or settings.compile_policy
             self._receiver = WeightReceiver(acting.policy, orders.weights, copy=fixed)
+        # kernels round differently in batches of different sizes, and in lockstep the results must not depend on timing
+        self._least = self._most if settings.lockstep else 0
         self._latest, self._began, self._paused = -float("inf"), clock(), False
 
     @property
@@ -170,7 +172,7 @@ class InferenceReplica:
         began = clock()
         rows, request_keys, decisions = self._rows(batch)
         try:
-            made = self.acting.decide(self._gather, rows, request_keys)
+            made = self.acting.decide(self._gather, rows, request_keys, self._least)
         except Exception as error:
             raise RuntimeError(f"the policy failed on a batch of {len(rows)} rows; {self._describe(rows)}") from error
         self._write(made, rows, decisions)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 TASK: Key = ("collector", "task")
 SEED: Key = ("collector", "seed")
+RETURN: Key = ("collector", "episode_return")  # of the episode so far, this decision included
+LENGTH: Key = ("collector", "episode_env_steps")
 
 
 class RowEnv(ABC):
@@ -114,6 +116,8 @@ class FactoryRows(RowEnv):
             *(Leaf((name,), (1,), torch.bool, "outcome") for name in ("done", "terminated", "truncated")),
             Leaf(TASK, (text_bytes,), torch.uint8, "decision", is_text=True),
             Leaf(SEED, (1,), torch.int64, "decision"),
+            Leaf(RETURN, (1,), torch.float64, "decision"),
+            Leaf(LENGTH, (1,), torch.int64, "decision"),
             Leaf(keys.CHUNK, (H, A), torch.float32, "decision"),
         )
         bounds = [torch.tensor(bound).expand(H, A) for bound in (env.env_spec.action_low, env.env_spec.action_high)]
@@ -125,6 +129,7 @@ class FactoryRows(RowEnv):
     def start(self, seed: int, rows: range, episodes: Array) -> None:
         self._seed, self._rows = seed, rows
         self._seeds = np.zeros(self.num_rows, np.int64)
+        self._return, self._length = np.zeros((self.num_rows, 1)), np.zeros((self.num_rows, 1), np.int64)
         self.restart(np.ones(self.num_rows, bool), episodes)
 
     def restart(self, done: Array, episodes: Array) -> None:
@@ -132,6 +137,7 @@ class FactoryRows(RowEnv):
             self._seeds[row] = episode_seed(self._seed, self._rows[row], int(episodes[row]))
         on = self.env.simulator.device
         self.env.reset_rows(torch.from_numpy(done).to(on), torch.from_numpy(self._seeds).to(on))
+        self._return[done], self._length[done] = 0.0, 0
         self._flags = {key: value * ~done[:, None] for key, value in self._flags.items()}
         self._instructions = self._encoded(list(self.env.simulator.instructions))
         self._tasks = self._encoded(list(self.env.simulator.tasks))
@@ -150,6 +156,9 @@ class FactoryRows(RowEnv):
         out = {("observation", name): _array(value) for name, value in result.observation.items()} | self._flags
         out[(keys.INSTRUCTION,)], out[TASK], out[SEED] = self._instructions, self._tasks, self._seeds[:, None]
         out[("reward",)] = rewards.sum(-1, keepdims=True)
+        self._return += out[("reward",)]
+        self._length += out[("executed",)].sum(-1, keepdims=True)
+        out[RETURN], out[LENGTH] = self._return, self._length
         out[("done",)], out[("terminated",)], out[("truncated",)] = done[:, None], terminated[:, None], truncated[:, None]
         return out, done
 

@@ -144,12 +144,13 @@ class Slab:
         steps = torch.nonzero(wanted).flatten()
         return self.next_rows(torch.tensor([slot]))[0, steps].tolist()
 
-    def read(self, slots: Sequence[int], length: int | None = None) -> TensorDict:
+    def read(self, slots: Sequence[int], length: int | None = None, texts: bool = True) -> TensorDict:
         """Copy slots out, in TorchRL's layout.
 
         Args:
             slots: which.
             length: decisions of each; those of the longest by default. Shorter ones are padded with whatever is there.
+            texts: whether to read texts too, which takes longest.
 
         Returns:
             TensorDict ``[B, T]``, whose last dimension is named ``"time"``, with ``("collector", "mask")`` if some slot is
@@ -162,6 +163,8 @@ class Slab:
         following = self.next_rows(chosen)[:, :T]
         out = TensorDict({"next": TensorDict({}, [len(slots), T])}, [len(slots), T], names=[None, "time"])
         for leaf in self.layout.leaves:
+            if leaf.is_text and not texts:
+                continue
             if leaf.role != "outcome":
                 out.set(leaf.key, self._take(leaf, here))
             if leaf.role != "decision":

@@ -8,7 +8,8 @@ from __future__ import annotations
 import select
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -17,6 +18,11 @@ from vla_async.collectors.board import Board, SlotState
 from vla_async.collectors.slab import Slab
 from vla_async.collectors.wires import ALARM
 from vla_async.shared_memory import Channel
+
+Straggler = Literal["wait", "cut", "drop"]
+"""What becomes of a slot that is still written to when the bound on staleness asks for it: the consumer waits for it; it
+ends with the decision that is being made, as a shorter fragment; or it ends so and is thrown away, and counted.
+"""
 
 
 class TrajectoryQueue:
@@ -32,8 +38,10 @@ class TrajectoryQueue:
         check: raises what a process of the rollout has failed with, if one has.
 
     Attributes:
+        produced: slots that were finished, or dropped because their worker ended.
         consumed: slots that were handed out and given back.
         dropped: slots that were thrown away, by reason.
+        cut: slots that were ended early, because they would have become too old.
     """
 
     def __init__(self, slab: Slab, board: Board, finished: Channel, free: Channel, check: Callable[[], None]) -> None:
@@ -41,7 +49,9 @@ class TrajectoryQueue:
         self.consumed, self.dropped = 0, Counter[str]()
         # the policy_version of each slot's first decision, which no later one is older than
         self._oldest = slab.rows((keys.POLICY_VERSION,)).numpy()[:: slab.layout.rows_per_slot, 0]
+        self.produced, self.cut = 0, 0
         self._ready: deque[int] = deque()
+        self._doomed: set[int] = set()  # in progress, to be dropped when they come
         self._held: set[int] = set()
         self._lock = threading.Lock()
         self.interrupted = False
@@ -58,10 +68,19 @@ class TrajectoryQueue:
 
     @property
     def in_flight(self) -> int:
-        """Finished slots that are neither consumed nor dropped. Any thread may ask: nothing is taken in."""
-        return int((self.board.state >= SlotState.FINISHED).sum())
+        """Finished slots that were taken in and are neither consumed nor dropped."""
+        return len(self._ready) + len(self._held)
 
-    def take(self, count: int, version: int, max_staleness: int | None = None) -> list[int]:
+    def take(
+        self,
+        count: int,
+        version: int,
+        max_staleness: int | None = None,
+        *,
+        earlier: int = 0,
+        later: int = 0,
+        straggler: Straggler = "wait",
+    ) -> list[int]:
         """Wait for ``count`` finished slots, and hand them out.
 
         Args:
@@ -70,6 +89,9 @@ class TrajectoryQueue:
             max_staleness: η: nothing older than ``version - η`` is handed out, now or after the next updates: what would
                 become too old is preferred, and waited for while it is in progress. What is too old all the same, as after a
                 jump of the version, is dropped. None for no bound.
+            earlier: how many slots were taken for the same update before.
+            later: how many more will be.
+            straggler: what happens to a slot in progress that is waited for; see :data:`Straggler`.
 
         Returns:
             The slots; none if another thread has ended the wait.
@@ -84,9 +106,11 @@ class TrajectoryQueue:
                 return []
             if max_staleness is not None:
                 self._drop_stale(version - max_staleness)
-            taken = self._choose(count, version, max_staleness)
+            taken = self._choose(count, version, max_staleness, earlier, later)
             if taken:
                 break
+            if max_staleness is not None and straggler != "wait" and len(self._ready) >= count:
+                self._end_stragglers(version, max_staleness, straggler)
             self._wait()
         for slot in taken:
             self._ready.remove(slot)
@@ -94,7 +118,7 @@ class TrajectoryQueue:
         self.board.state[taken] = SlotState.HELD
         return taken
 
-    def _choose(self, count: int, version: int, max_staleness: int | None) -> list[int]:
+    def _choose(self, count: int, version: int, max_staleness: int | None, earlier: int = 0, later: int = 0) -> list[int]:
         """The slots to hand out, or none if it has to wait.
 
         A slot that began with weights o can be used until version o + η. Its turn comes in time, whatever finishes when, if
@@ -107,8 +131,9 @@ class TrajectoryQueue:
         age = {slot: self.slab.oldest_version(slot) for slot in self._ready}
         order = sorted(self._ready, key=age.__getitem__)  # of the same age, by arrival
         left = [age[slot] for slot in order[count:]] + self._ages_in_progress()
+        per_update = earlier + count + later
         for batches in range(max_staleness + 1):
-            if sum(oldest + max_staleness <= version + batches for oldest in left) > batches * count:
+            if sum(oldest + max_staleness <= version + batches for oldest in left) > batches * per_update + later:
                 return []
         return order[:count]
 
@@ -151,6 +176,15 @@ class TrajectoryQueue:
         acting = np.flatnonzero((self.board.state == SlotState.ACTING) | (self.board.state == SlotState.CLOSING))
         return [self.slab.oldest_version(int(slot)) for slot in acting]
 
+    def _end_stragglers(self, version: int, max_staleness: int, how: Straggler) -> None:
+        """Let the slots in progress that have to be used first end with the decision that is being made."""
+        for slot in np.flatnonzero(self.board.state == SlotState.ACTING).tolist():
+            if self._oldest[slot] + max_staleness <= version and not self.board.cut[slot]:
+                self.board.cut[slot] = True
+                self.cut += how == "cut"
+                if how == "drop":
+                    self._doomed.add(slot)
+
     def _drop_stale(self, least: int) -> None:
         stale = [slot for slot in self._ready if self._oldest[slot] < least]
         for slot in stale:
@@ -167,15 +201,33 @@ class TrajectoryQueue:
             if slot == ALARM:
                 self._check()
                 self.interrupted = True  # by another thread, to end the wait
-            elif self.board.state[slot] == SlotState.DROPPED:
-                self.dropped["worker ended"] += 1
+                continue
+            self.produced += 1
+            if slot in self._doomed or self.board.state[slot] == SlotState.DROPPED:
+                self.dropped["straggler" if slot in self._doomed else "worker ended"] += 1
+                self._doomed.discard(slot)
                 self._set_free([slot])
             else:
                 self._ready.append(slot)
 
     def counts(self) -> dict[str, int]:
-        """``produced``, ``consumed``, ``in_flight``, and ``dropped/<reason>``; the first is the sum of the others."""
+        """``produced``, ``consumed``, ``in_flight``, and ``dropped/<reason>``. Any thread may ask: nothing is taken in."""
         dropped = {f"dropped/{reason}": number for reason, number in self.dropped.items()}
-        in_flight = self.in_flight
-        produced = self.consumed + sum(dropped.values()) + in_flight
-        return {"produced": produced, "consumed": self.consumed, "in_flight": in_flight} | dropped
+        return {"produced": self.produced, "consumed": self.consumed, "in_flight": self.in_flight} | dropped
+
+    def resume(self, counts: Mapping[str, int]) -> None:
+        """Go on counting from what :meth:`counts` gave in an earlier run; what was in flight then is dropped."""
+        self.produced, self.consumed = counts["produced"], counts["consumed"]
+        dropped = {name.removeprefix("dropped/"): number for name, number in counts.items() if name.startswith("dropped/")}
+        self.dropped = Counter(dropped) + Counter(resume=counts["in_flight"])
+
+    def check_balance(self) -> None:
+        """Make sure that nothing was lost or used twice.
+
+        Raises:
+            RuntimeError: if what was produced is not what was consumed, dropped, or is still here.
+        """
+        counts = self.counts()
+        produced = counts.pop("produced")
+        if produced != sum(counts.values()):
+            raise RuntimeError(f"{produced} trajectories were produced, but {counts} do not add up to that")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -23,10 +23,12 @@ from vla_async import keys
 from vla_async.collectors.episodes import Episode
 from vla_async.collectors.lockstep import LockstepCollector
 from vla_async.collectors.pool import EnvPool
+from vla_async.data.streamer import valid_decisions
 from vla_async.envs.base import EnvSpec
 from vla_async.loops.base import Loop
 from vla_async.monitor.metrics import Meter, mean
 from vla_async.rng import fold
+from vla_async.strategies.size_weighted import SizeWeighted
 
 if TYPE_CHECKING:
     from vla_async.trainer import AsyncTrainer
@@ -96,8 +98,12 @@ class SyncFitLoop(Loop):
                 f"env.num_envs={trainer.env.num_envs} envs cannot train on {tasks} tasks, for each env runs one; "
                 f"raise it to at least {tasks}, or choose fewer tasks"
             )
-        if trainer.policy.objective is None:
+        objective = trainer.policy.objective
+        if objective is None:
             raise ValueError("model.objective is not set; fit needs one, for example vla_async.objectives.PPO")
+        if objective.needs_whole_episodes and type(self) is SyncFitLoop:
+            name = type(objective).__name__
+            raise ValueError(f"model.objective={name} needs whole episodes, which SyncFitLoop cuts; use StreamingFitLoop")
 
     def open(self, trainer: AsyncTrainer) -> EnvSpec:
         """Start the envs."""
@@ -143,31 +149,47 @@ class SyncFitLoop(Loop):
     def _update(self, trainer: AsyncTrainer, batch: TensorDictBase) -> Meter:
         """One update: ``update_epochs`` passes, unless the objective ends it early."""
         objective = trainer.objective
+        if objective.needs_proximal != "never":
+            with trainer.fabric.autocast():
+                objective.recompute(trainer.policy, batch, self.micro_batch_size)
         objective.prepare(batch)
-        flat, meter = batch.reshape(-1), Meter()
-        for indices in self._mini_batches(len(flat)):
-            part = self._step(trainer, flat[indices.to(flat.device)])
-            meter.add({name: (part.sums[name], part.counts[name]) for name in part.sums})
-            if objective.ends_update(part.means()):
-                break
+        meter = Meter()
+        self._epochs(trainer, valid_decisions(batch), self.update_epochs, meter)
         return meter
 
-    def _mini_batches(self, num_decisions: int) -> Iterator[Tensor]:
-        """The indices of each mini-batch of an update; every epoch has an order of its own."""
-        for _ in range(self.update_epochs):
+    def _epochs(self, trainer: AsyncTrainer, flat: TensorDictBase, epochs: int, meter: Meter) -> None:
+        """Passes over decisions ``[B]``, in mini-batches, unless the objective ends the update early."""
+        for indices in self._mini_batches(len(flat), epochs):
+            mini, part = flat[indices.to(flat.device)], Meter()
+            for micro in mini.split(self.micro_batch_size or len(mini)):
+                self._backward(trainer, micro, part)
+            if self._end_mini_batch(trainer, part, meter):
+                break
+
+    def _mini_batches(self, num_decisions: int, epochs: int) -> Iterator[Tensor]:
+        """The indices of each mini-batch; every epoch has an order of its own."""
+        for _ in range(epochs):
             order = torch.randperm(num_decisions, generator=self._shuffle)
             yield from order.split(self.mini_batch_size or num_decisions)
 
-    def _step(self, trainer: AsyncTrainer, mini: TensorDictBase) -> Meter:
-        """One optimizer step: back-propagate the sums of the micro-batches; the strategy divides once."""
-        meter = Meter()
-        for micro in mini.split(self.micro_batch_size or len(mini)):
-            with trainer.fabric.autocast():
-                output = trainer.module.training_step(micro)
-            trainer.fabric.backward(output.loss, num_samples=output.num_samples)
-            meter.add(output.metrics)
+    def _backward(self, trainer: AsyncTrainer, micro: TensorDictBase, part: Meter) -> TensorDictBase:
+        """Back-propagate the sum over a micro-batch; returns it with what it must hold when it is trained on again."""
+        with trainer.fabric.autocast():
+            output = trainer.module.training_step(micro)
+        trainer.fabric.backward(output.loss, num_samples=output.num_samples)
+        part.add(output.metrics | {"train/valid": (torch.tensor(float(output.num_samples)), 1.0)})
+        return micro.update(dict(output.kept))
+
+    def _end_mini_batch(self, trainer: AsyncTrainer, part: Meter, meter: Meter) -> bool:
+        """One optimizer step, for which the strategy divides once; returns whether the objective ends the update."""
+        if float(part.sums.pop("train/valid")) == 0.0:  # nothing to learn from, for example groups without a difference
+            trainer.optimizer.zero_grad()
+            cast(SizeWeighted, trainer.fabric.strategy).reset()
+            return False
+        part.counts.pop("train/valid")
         trainer.optimizer_step(self.max_grad_norm)
-        return meter
+        meter.merge(part)
+        return trainer.objective.ends_update(part.means())
 
     def close(self) -> None:
         """End the envs."""

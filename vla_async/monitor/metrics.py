@@ -72,6 +72,10 @@ class Meter:
             self.sums[name] = self.sums.get(name, torch.zeros_like(total)) + total
             self.counts[name] = self.counts.get(name, torch.zeros_like(total)) + count
 
+    def merge(self, other: Meter) -> None:
+        """Add what another meter has counted."""
+        self.add({name: (other.sums[name], other.counts[name]) for name in other.sums})
+
     def means(self) -> dict[str, float]:
         """Name to sum / count; a metric that counted nothing is left out."""
         counts = {name: float(count) for name, count in self.counts.items()}

@@ -1,0 +1,167 @@
+"""``Rollouts``: a fleet as a fit loop sees it, one update at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from vla_async import keys
+from vla_async.collectors.episodes import Episode
+from vla_async.collectors.fleet import Fleet
+from vla_async.collectors.orders import RowCounts
+from vla_async.collectors.row_env import LENGTH, RETURN, SEED, TASK
+from vla_async.collectors.slab import MASK, TRAJ_IDS, read_texts
+from vla_async.data.staleness import StalenessMeter, stamp_staleness
+from vla_async.data.streamer import Streamer
+
+if TYPE_CHECKING:
+    from vla_async.loops.streaming import StreamingFitLoop
+    from vla_async.trainer import AsyncTrainer
+
+
+class Rollouts:
+    """Takes the trajectories of each update off the queue, and gives their slots back when the replicas know better.
+
+    Args:
+        fleet: open, not serving yet.
+        loop: whose settings count.
+        trainer: whose policy acts.
+        state: of an earlier run, from :meth:`state_dict`.
+
+    Attributes:
+        episodes: those that ended in what this update has taken.
+        env_steps: executed in what this update has taken.
+    """
+
+    def __init__(self, fleet: Fleet, loop: StreamingFitLoop, trainer: AsyncTrainer, state: dict[str, Any] | None) -> None:
+        self.fleet, self.loop, self.device = fleet, loop, trainer.fabric.device
+        self.fragments = loop.fragments_per_update or fleet.num_rows
+        fleet.serve(
+            trainer.policy,
+            decisions=loop.decisions_per_env,
+            num_slots=(loop.max_staleness + 1) * self.fragments,
+            spans_episodes=True,
+            version=trainer.state.counters.step,
+            counts=RowCounts(**state["counts"]) if state else None,
+        )
+        if state:
+            fleet.queue.resume(state["queue"])
+        self.begin(trainer.state.counters.step)
+
+    def begin(self, version: int) -> None:
+        """Begin the update that makes ``version + 1`` of ``version``."""
+        self.version, self.env_steps = version, 0
+        self.episodes: list[Episode] = []
+        self._slots: list[int] = []
+        self._staleness = StalenessMeter(self.loop.max_staleness)
+        self._began, self._waited, self._arrived = time.perf_counter(), 0.0, 0.0
+        self._before, self._timing = self._busy(), dict[str, float]()
+
+    def arrivals(self) -> Iterator[TensorDictBase]:
+        """The trajectories of the update, each as soon as it is there: TensorDict ``[1, T]`` on the trainer's device."""
+        for number in range(self.fragments):
+            yield self._take(1, earlier=number)
+
+    def collect(self) -> TensorDictBase:
+        """All trajectories of the update, ordered by env: TensorDict ``[N, T]`` on the trainer's device."""
+        started = time.perf_counter()
+        trajectories = self._take(self.fragments)
+        self._waited, self._arrived = time.perf_counter() - started, time.perf_counter()
+        return trajectories
+
+    def trained(self, streamer: Streamer) -> None:
+        """Note when the first epoch had its data, and that it is over."""
+        self._waited, self._arrived = streamer.waited_s, streamer.last_arrival
+        self._timing["time/last_arrival_to_step_s"] = time.perf_counter() - streamer.last_arrival
+
+    def _take(self, count: int, earlier: int = 0) -> TensorDictBase:
+        loop = self.loop
+        later = self.fragments - earlier - count
+        slots = self.fleet.queue.take(
+            count, self.version, loop.max_staleness, earlier=earlier, later=later, straggler=loop.straggler
+        )
+        if not slots:
+            raise RuntimeError("the wait for trajectories was ended from elsewhere")
+        slots.sort(key=self._order)
+        self._slots += slots
+        trajectories = self.fleet.slab.read(slots, texts=False)
+        if MASK in trajectories.keys(True):  # what a shorter fragment leaves of its slot is no part of it
+            trajectories[keys.EXECUTED] &= trajectories[MASK].unsqueeze(-1)
+        self._staleness.add(stamp_staleness(trajectories, self.version))
+        self.env_steps += int(trajectories[keys.EXECUTED].sum())
+        self.episodes += self._ended(slots)
+        return trajectories.to(self.device, non_blocking=True)
+
+    def _order(self, slot: int) -> tuple[int, int]:
+        """By env, then by time."""
+        first = int(self.fleet.slab.rows(TRAJ_IDS)[slot * self.fleet.slab.layout.rows_per_slot])
+        return first % self.fleet.num_rows, first
+
+    def _ended(self, slots: list[int]) -> list[Episode]:
+        """The episodes that ended in some slots."""
+        slab, ended = self.fleet.slab, []
+        for slot in slots:
+            first = slot * slab.layout.rows_per_slot
+            steps = np.flatnonzero(slab.rows(keys.DONE[1:]).numpy()[first : first + int(slab.length[slot]), 0])
+            rows = torch.from_numpy(first + steps)
+            final = slab.next_rows(torch.tensor([slot]))[0, torch.from_numpy(steps)]
+            tasks = read_texts(slab.rows(TASK)[rows], (len(rows),)).tolist() if len(rows) else []
+            for task, row, last in zip(tasks, rows.tolist(), final.tolist(), strict=True):
+                ended.append(
+                    Episode(
+                        task=task,
+                        seed=int(slab.rows(SEED)[row]),
+                        success_once=bool(slab.rows(keys.SUCCESS_ONCE[1:])[last]),
+                        success_at_end=bool(slab.rows(keys.SUCCESS[1:])[last]),
+                        episode_return=float(slab.rows(RETURN)[row]),
+                        env_steps=int(slab.rows(LENGTH)[row]),
+                    )
+                )
+        return ended
+
+    def publish(self, version: int) -> None:
+        """Hand the update's weights to the replicas, then its slots to the envs."""
+        started = time.perf_counter()
+        assert self.fleet.publisher is not None
+        self.fleet.publisher.publish(version)
+        self.fleet.queue.release(self._slots)
+        self.fleet.queue.check_balance()
+        self._timing["time/publish_s"] = time.perf_counter() - started
+
+    def _busy(self) -> tuple[float, float]:
+        """Seconds that all workers, and all replicas, have been busy."""
+        return float(self.fleet.board.busy.sum()), float(sum(tally.seconds[0] for tally in self.fleet.tallies))
+
+    def metrics(self) -> dict[str, float]:
+        """What to log of the update."""
+        fleet, took = self.fleet, time.perf_counter() - self._began
+        workers, replicas = (now - before for now, before in zip(self._busy(), self._before, strict=True))
+        queue = {f"queue/{name}": float(number) for name, number in fleet.queue.counts().items()}
+        return {
+            **self._staleness.metrics(),
+            **self._timing,
+            **queue,
+            "queue/cut": float(fleet.queue.cut),
+            "time/update_s": took,
+            "time/wait_s": self._waited,
+            "time/env_steps_per_s": self.env_steps / took,
+            "trainer/idle_share": self._waited / took,
+            "worker/idle_share": 1.0 - workers / (took * len(fleet.board.busy)),
+            "replica/idle_share": 1.0 - replicas / (took * len(fleet.tallies)),
+            "worker/restarts": float(fleet.restarts),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: how far the random streams are, and what was counted."""
+        return {"counts": asdict(self.fleet.counts), "queue": self.fleet.queue.counts()}
+
+    def report(self) -> str:
+        """One line about what became of all trajectories."""
+        counts = self.fleet.queue.counts()
+        return "trajectories: " + ", ".join(f"{number} {name.replace('/', ': ')}" for name, number in counts.items())

@@ -1,0 +1,206 @@
+"""``StreamingFitLoop``: rollouts go on while the trainer trains, and training starts on the first full micro-batch.
+
+The picture is that of ``vla_async/trainer.py``. One update::
+
+   TrajectoryQueue ──slot──▶ arrivals: read, stamp staleness, prepare (advantages)
+       ──▶ Streamer ──micro-batch──▶ forward, backward (sum)   as trajectories come; kept for the epochs that follow
+       ──▶ optimizer step(s) ──▶ WeightPublisher, version v+1 ──▶ the update's slots are free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDictBase
+
+from vla_async.collectors.fleet import Fleet
+from vla_async.collectors.orders import FleetSettings
+from vla_async.collectors.shards import make_shards
+from vla_async.data.queue import Straggler
+from vla_async.data.streamer import Streamer, valid_decisions
+from vla_async.envs.base import EnvSpec
+from vla_async.fabric import training_device
+from vla_async.loops.rollouts import Rollouts
+from vla_async.loops.sync import SyncFitLoop, rollout_metrics
+from vla_async.monitor.metrics import Meter
+from vla_async.placement import Placement
+from vla_async.rng import fold
+
+if TYPE_CHECKING:
+    from vla_async.trainer import AsyncTrainer
+
+
+class StreamingFitLoop(SyncFitLoop):
+    """Reinforcement learning in which rollouts, inference and training overlap, each as a setting.
+
+    Consumes: slots of the TrajectoryQueue, each a fragment of one env's decisions, at most η updates old.
+    Waits for: the next finished slot; for a slot in progress only where the bound on staleness asks for it.
+    Produces: one update per ``fragments_per_update`` slots, then weights of the next version, then free slots.
+    Unblocked by: the replicas, which hand finished slots over, and the supervisor, whose alarm ends every wait.
+
+    Args:
+        decisions_per_env: T, the decisions of a fragment.
+        update_epochs: passes over the global batch. The first takes what arrives in its order, if ``streamer``.
+        mini_batch_size: decisions per optimizer step; the whole global batch by default.
+        micro_batch_size: decisions per forward and backward; by default a fragment at a time, if ``streamer``.
+        max_grad_norm: gradients are clipped to this norm; null for no clipping.
+        env_timeout_s: an env that takes longer for a step or a reset is replaced.
+        fragments_per_update: fragments per global batch; one per env by default.
+        train_async: let the envs go on while the trainer trains. Off: they wait for each update, so staleness is 0.
+        streamer: train on what has arrived while the rest of the global batch is still being rolled out.
+        async_interaction: let each env ask for its action on its own. Off: the envs of a replica decide in lockstep.
+        max_staleness: η: no decision is consumed more than η updates after it was made. η + 1 global batches are in flight.
+        straggler: what becomes of a fragment in progress that would get too old: ``wait``, ``cut`` or ``drop``.
+        placement: which device plays which role.
+        max_batch_size: Bmax, the most rows of a forward pass of a replica.
+        max_wait_s: Tmax, how long the oldest request waits for others.
+        envs_per_worker: how many envs share a process.
+        num_stages: into how many groups a batched env is cut.
+        max_restarts: how often each worker is replaced before its failure ends the run.
+    """
+
+    def __init__(
+        self,
+        decisions_per_env: int = 32,
+        update_epochs: int = 4,
+        mini_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        max_grad_norm: float | None = 0.5,
+        env_timeout_s: float = 300.0,
+        fragments_per_update: int | None = None,
+        train_async: bool = True,
+        streamer: bool = True,
+        async_interaction: bool = True,
+        max_staleness: int = 1,
+        straggler: Straggler = "wait",
+        placement: Placement | None = None,
+        max_batch_size: int | None = None,
+        max_wait_s: float = 0.0,
+        envs_per_worker: int = 1,
+        num_stages: int = 1,
+        max_restarts: int = 3,
+    ) -> None:
+        super().__init__(decisions_per_env, update_epochs, mini_batch_size, micro_batch_size, max_grad_norm, env_timeout_s)
+        if fragments_per_update is not None and fragments_per_update < 1:
+            raise ValueError(
+                f"fit_loop.fragments_per_update={fragments_per_update} must be at least 1, or null (one per env)"
+            )
+        if max_staleness < 0:
+            raise ValueError(f"fit_loop.max_staleness={max_staleness} must not be negative")
+        if train_async and max_staleness == 0:
+            raise ValueError(
+                "fit_loop.max_staleness=0 lets no rollout run beside training; raise it, or set train_async=false"
+            )
+        if straggler not in ("wait", "cut", "drop"):
+            raise ValueError(f"fit_loop.straggler={straggler!r}: choose wait, cut or drop")
+        self.fragments_per_update, self.train_async, self.streamer = fragments_per_update, train_async, streamer
+        self.async_interaction, self.straggler, self.placement = async_interaction, straggler, placement or Placement()
+        self.max_staleness = max_staleness if train_async else 0
+        self.envs_per_worker, self.num_stages = envs_per_worker, num_stages
+        self._settings: dict[str, Any] = {"max_batch_size": max_batch_size, "max_wait_s": max_wait_s}
+        self._settings |= {"async_interaction": async_interaction}
+        self._settings |= {"max_restarts": max_restarts, "env_timeout_s": env_timeout_s}
+        FleetSettings(**self._settings)  # refuses what cannot work
+        self._fleet: Fleet | None = None
+
+    def check(self, trainer: AsyncTrainer) -> None:
+        """Refuse what cannot work, before any worker starts."""
+        super().check(trainer)
+        self.placement.replicas([training_device(trainer.accelerator, trainer.device)])
+        make_shards(trainer.env, self.envs_per_worker, self.num_stages)
+        fragments, envs = self.fragments_per_update or trainer.env.num_envs, trainer.env.num_envs
+        room = (self.max_staleness + 1) * fragments
+        if room < envs:
+            raise ValueError(
+                f"fit_loop.fragments_per_update={fragments} and max_staleness={self.max_staleness} have room for {room} "
+                f"fragments, fewer than env.num_envs={envs}, some of which could never run; raise either"
+            )
+
+    def open(self, trainer: AsyncTrainer) -> EnvSpec:
+        """Start the envs."""
+        self._shuffle.manual_seed(fold(trainer.seed, "shuffle") % 2**63)
+        devices = self.placement.replicas([training_device(trainer.accelerator, trainer.device)])
+        autocast = torch.bfloat16 if trainer.precision == "bf16-mixed" else None
+        settings = FleetSettings(policy_devices=devices, seed=trainer.seed, autocast=autocast, **self._settings)
+        shards, _ = make_shards(trainer.env, self.envs_per_worker, self.num_stages)
+        self._fleet = Fleet(shards, settings)
+        ready = self._fleet.open()
+        assert ready.env_spec is not None
+        return ready.env_spec
+
+    def run(self, trainer: AsyncTrainer) -> None:
+        """Train until the trainer has had enough."""
+        assert self._fleet is not None
+        state = trainer.state.loop
+        if state:
+            self._shuffle.set_state(state["shuffle"])
+        rollouts = Rollouts(self._fleet, self, trainer, state.get("rollouts"))
+        while not trainer.should_stop:
+            self._step_update(trainer, rollouts)
+        print(rollouts.report())
+
+    def _step_update(self, trainer: AsyncTrainer, rollouts: Rollouts) -> None:
+        """One update, from its first trajectory to free slots."""
+        trainer.policy.train()
+        rollouts.begin(trainer.state.counters.step)
+        meter = Meter()
+        if self._streams(trainer):
+            self._stream(trainer, rollouts, meter)
+        else:
+            self._epochs(trainer, valid_decisions(self._prepared(trainer, rollouts.collect())), self.update_epochs, meter)
+        metrics = trainer.objective.summarize(meter.means()) | rollout_metrics(rollouts.episodes)
+        with trainer.interrupts.critical():
+            trainer.objective.end_update()
+            counters = trainer.state.counters
+            counters.step, counters.env_steps = counters.step + 1, counters.env_steps + rollouts.env_steps
+            counters.episodes += len(rollouts.episodes)
+        rollouts.publish(trainer.state.counters.step)
+        trainer.state.loop = {"rollouts": rollouts.state_dict(), "shuffle": self._shuffle.get_state()}
+        trainer.end_step(metrics | rollouts.metrics())
+
+    def _streams(self, trainer: AsyncTrainer) -> bool:
+        """Whether the first epoch trains on what has arrived.
+
+        Not where the proximal policy's log-prob of what arrives later is needed, which the first of several optimizer steps
+        would make unknowable.
+        """
+        return self.streamer and (self.mini_batch_size is None or trainer.objective.needs_proximal == "never")
+
+    def _prepared(self, trainer: AsyncTrainer, trajectories: TensorDictBase) -> TensorDictBase:
+        """Trajectories ``[N, T]`` with advantages."""
+        needs = trainer.objective.needs_proximal
+        if needs == "prepare" or (needs == "later_steps" and not self._streams(trainer)):
+            with trainer.fabric.autocast():
+                trainer.objective.recompute(trainer.policy, trajectories, self.micro_batch_size)
+        return trainer.objective.prepare(trajectories)
+
+    def _stream(self, trainer: AsyncTrainer, rollouts: Rollouts, meter: Meter) -> None:
+        """The first epoch on what arrives, the others on what it kept."""
+
+        def arrivals() -> Iterator[TensorDictBase]:
+            for trajectories in rollouts.arrivals():
+                yield self._prepared(trainer, trajectories)
+
+        kept: list[TensorDictBase] = []
+        part, over = Meter(), False
+        streamer = Streamer(arrivals, self.micro_batch_size, self.mini_batch_size)
+        for micro in streamer:
+            if over:
+                continue  # the objective has had enough of this update; what still belongs to it is taken off the queue
+            kept.append(self._backward(trainer, micro.data, part))
+            if micro.ends_mini_batch:
+                over = self._end_mini_batch(trainer, part, meter)
+                part = Meter()
+        if part.sums and not over:
+            over = self._end_mini_batch(trainer, part, meter)
+        rollouts.trained(streamer)
+        if self.update_epochs > 1 and not over:
+            self._epochs(trainer, torch.cat(kept), self.update_epochs - 1, meter)
+
+    def close(self) -> None:
+        """End the envs and the replicas."""
+        if self._fleet is not None:
+            self._fleet.close()
+        self._fleet = None
