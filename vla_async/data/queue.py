@@ -130,10 +130,13 @@ class TrajectoryQueue:
             return list(self._ready)[:count]
         age = {slot: self.slab.oldest_version(slot) for slot in self._ready}
         order = sorted(self._ready, key=age.__getitem__)  # of the same age, by arrival
-        left = [age[slot] for slot in order[count:]] + self._ages_in_progress()
+        in_progress = self._ages_in_progress()
+        left = [age[slot] for slot in order[count:]] + in_progress
         per_update = earlier + count + later
         for batches in range(max_staleness + 1):
-            if sum(oldest + max_staleness <= version + batches for oldest in left) > batches * per_update + later:
+            due = version + batches - max_staleness  # what began with these weights, or older ones, has to be used by then
+            too_many = sum(oldest <= due for oldest in left) > batches * per_update + later
+            if too_many and any(oldest <= due for oldest in in_progress):  # else, as after a jump, it is in vain to wait
                 return []
         return order[:count]
 
