@@ -68,7 +68,7 @@ class Placement:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+    return torch.device("cuda", 0) if str(device) == "cuda" else device
 
 
 def _names(devices: Sequence[torch.device]) -> list[str]:

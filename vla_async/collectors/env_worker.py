@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import select
 import warnings
@@ -133,6 +135,17 @@ class EnvWorker:
         self.board.busy[self.number] += clock() - started
 
 
+def yield_to_replicas() -> None:
+    """Ask the scheduler not to interrupt others when this process wakes up.
+
+    A replica wakes many workers one after the other. On few cores each of them would push it aside, and with it all envs
+    that still wait for its next batch. The share of the CPU stays the same.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def run_env_worker(link: Connection, number: int, sources: bytes, text_bytes: int, wires: Wires) -> None:
     """Body of the process: build the envs, say what they are like, then serve until told to stop.
 
@@ -144,6 +157,7 @@ def run_env_worker(link: Connection, number: int, sources: bytes, text_bytes: in
         wires: the channels.
     """
     leave_signals_to_parent()
+    yield_to_replicas()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     envs: list[RowEnv] = []
