@@ -1,4 +1,4 @@
-"""Which weights made a decision: never two versions at once, never another than its label says, whoever published them how."""
+"""Which weights made a decision: never two versions at once, never another than its label says, however they came."""
 
 from __future__ import annotations
 
