@@ -25,6 +25,10 @@ def clocks() -> list[TensorDictBase]:
         return take(collector, 4)
 
 
+def value_of_next(batch: TensorDictBase) -> torch.Tensor:
+    return known_value(batch["next", "observation", "state"], batch[keys.INSTRUCTION_TOKENS])
+
+
 def row_of(batch: TensorDictBase) -> torch.Tensor:
     return batch["collector", "traj_ids"] % CLOCKS.num_envs
 
@@ -58,9 +62,7 @@ def test_next_is_what_followed_and_an_end_keeps_its_own_last_sight(clocks: list[
         assert bool(((ended[:, 1] == 5) | (ended[:, 1] == 3)).all()), "the last sight of an episode is from before the reset"
         started = batch[keys.STATE][:, 1:][done[:, :-1]]
         assert bool((started[:, 1] == 0).all())
-        assert not any(bool(batch[key].any()) for key in ("done", "terminated", "truncated")), (
-            "nothing is decided after an end"
-        )
+        assert not any(bool(batch[key].any()) for key in ("done", "terminated", "truncated")), "no end is decided on"
         seeds = batch["collector", "seed"]
         assert torch.equal(batch[keys.STATE][..., :1], (seeds % 997).float())
 
@@ -100,23 +102,20 @@ def test_gae_on_a_batch_is_the_return_of_each_env(clocks: list[TensorDictBase]) 
     for batch in clocks:
         targets = gae(batch.clone())[keys.VALUE_TARGET].squeeze(-1)
         for row, target in zip(batch, targets, strict=True):
-            following = float(known_value(row["next", "observation", "state"][-1], row[keys.INSTRUCTION_TOKENS][-1]))
+            following = float(value_of_next(row[-1]))
             for step in reversed(range(len(row))):
                 decision = row[step]
                 if bool(decision[keys.TERMINATED]):
                     following = 0.0
                 elif bool(decision[keys.TRUNCATED]):
-                    following = float(
-                        known_value(decision["next", "observation", "state"], decision[keys.INSTRUCTION_TOKENS])
-                    )
+                    following = float(value_of_next(decision))
                 following = float(decision[keys.REWARD]) + GAMMA * following
                 assert float(target[step]) == pytest.approx(following, abs=1e-3)  # of thousands
 
 
 def test_the_value_of_an_end_is_that_of_its_own_sight(clocks: list[TensorDictBase]) -> None:
     for batch in clocks:
-        value = known_value(batch["next", "observation", "state"], batch[keys.INSTRUCTION_TOKENS])
-        wanted = torch.where(batch[keys.TERMINATED], 0.0, value)
+        wanted = torch.where(batch[keys.TERMINATED], 0.0, value_of_next(batch))
         torch.testing.assert_close(batch[keys.NEXT_VALUE], wanted, rtol=0, atol=0)
         torch.testing.assert_close(batch[keys.VALUE], known_value(batch[keys.STATE], batch[keys.INSTRUCTION_TOKENS]))
 
@@ -153,11 +152,9 @@ def test_rows_of_any_batched_env_end_at_different_times() -> None:
 
 def test_frames_are_counted_and_rounded_up_to_whole_fragments() -> None:
     envs = [partial(CounterEnv, number) for number in range(3)]
-    with (
-        collecting(envs, Pusher(), frames_per_batch=10, total_frames=30) as collector,
-        pytest.warns(UserWarning, match="each batch has 12"),
-    ):
-        sizes = [batch.numel() for batch in collector]
+    with collecting(envs, Pusher(), frames_per_batch=10, total_frames=30) as collector:
+        with pytest.warns(UserWarning, match="each batch has 12"):
+            sizes = [batch.numel() for batch in collector]
         assert sizes == [12, 12, 12], "it ends with the batch in which total_frames is reached"
         assert (collector.frames_per_batch, collector.requested_frames_per_batch) == (12, 10)
         assert (collector._frames, collector._iter) == (36, 2)

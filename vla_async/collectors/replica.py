@@ -57,7 +57,7 @@ class InferenceReplica:
         self.number, self.acting, self.settings, self.orders, self.wires = number, acting, settings, orders, wires
         self.slab, self.board = orders.slab, orders.board
         self._envs = {address.rows.start: address for address in orders.envs}
-        rows = sum(len(address.rows) for address in orders.envs)
+        rows = max(1, sum(len(address.rows) for address in orders.envs))  # one that has no envs is legal
         # when all rows wait, nothing else can come
         most = rows if settings.lockstep else min(settings.max_batch_size, rows)
         self._most = min(settings.max_batch_size, rows)
