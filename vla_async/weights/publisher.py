@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from vla_async.shared_memory import Field, SharedBlock
 
-_WORD = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
     """A number that tells apart any two sets of weights that ever differ in practice: it mixes the sums of their bits.
@@ -28,10 +26,18 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
     """
     total = 0
     for name in sorted(tensors):
-        flat = tensors[name].detach().contiguous().reshape(-1)
-        bits = flat.view(_WORD.get(flat.element_size(), torch.uint8)) if flat.numel() else flat.to(torch.uint8)
-        total = (total * 1_000_003 + int(bits.sum(dtype=torch.int64))) & (2**62 - 1)
+        total = (total * 1_000_003 + _sum_of_bits(tensors[name].detach())) & (2**62 - 1)
     return total
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """The sum of a tensor's bytes, in words of eight: by far the fastest width."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    raw = flat.view(torch.uint8)
+    words = raw[: len(raw) // 8 * 8]
+    return int(words.view(torch.int64).sum()) + int(raw[len(words) :].sum())
 
 
 @dataclass
