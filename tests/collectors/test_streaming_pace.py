@@ -147,12 +147,8 @@ def test_slots_that_could_all_wait_for_each_other_are_refused() -> None:
     for envs, options, fix in (
         (ClockEnvs(num_envs=2), {"frames_per_batch": 6, **lockstep}, "multiple of 4"),
         (ClockEnvs(num_envs=4), {"frames_per_batch": 8, **lockstep, "policy_devices": ["cpu"] * 2}, "max_in_flight to 2"),
-        (
-            ClockEnvs(num_envs=4, batched=True),
-            {"frames_per_batch": 5, "fragment_length": 1, "max_in_flight": 1},
-            "multiple of 4",
-        ),
-        (ClockEnvs(num_envs=2), {"frames_per_batch": 1, "fragment_length": 1, "max_in_flight": 1}, "raise frames_per_batch"),
+        (ClockEnvs(num_envs=4, batched=True), {**single, "frames_per_batch": 5}, "multiple of 4"),
+        (ClockEnvs(num_envs=2), {**single, "frames_per_batch": 1}, "raise frames_per_batch"),
         (ClockEnvs(num_envs=1), {"frames_per_batch": 20_000, "fragment_length": 1}, "raise fragment_length"),
     ):
         with collecting(envs, KnownPolicy(), **options) as collector, pytest.raises(ValueError, match=fix):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 
 from vla_async.collectors.fleet import Fleet
@@ -75,10 +74,6 @@ class BackgroundCollector(BaseCollector):
                 self._turn.wait_for(lambda: not self._paused or self._stopping.is_set())
             self._busy = busy and threading.current_thread() is self._writer
             self._turn.notify_all()
-
-    def _write(self, batch: TensorDictBase) -> None:
-        dims = getattr(getattr(self.replay_buffer, "_storage", None), "ndim", 1)
-        self.replay_buffer.extend(batch.reshape(-1) if dims == 1 else batch)
 
     def _raise_writer_error(self) -> None:
         error, self._writer_error = self._writer_error, None

@@ -85,6 +85,11 @@ class StreamingCollector(BackgroundCollector):
         check_counts(fragment_length=fragment_length, trajs_per_batch=trajs_per_batch)
         if traj_format not in ("padded", "cat"):
             raise ValueError(f"traj_format={traj_format!r}: choose padded or cat")
+        if getattr(getattr(replay_buffer, "_storage", None), "ndim", 1) != 1:
+            raise ValueError(
+                "replay_buffer has a storage with ndim > 1, whose rows are one env each, but the rows of a batch are those "
+                "that were ready first; use ndim=1, and tell trajectories apart by ('collector', 'traj_ids')"
+            )
         check_assignment(self._settings, len(self._shards))
         self._frames, self._iter, self.init_random_frames, self._version = 0, -1, 0, 0
         self._counts: RowCounts | None = None
@@ -171,7 +176,7 @@ class StreamingCollector(BackgroundCollector):
             batch = self._finish(fleet, self._lent)
             writes = self.replay_buffer is not None and not self._ignore_rb
             if writes:
-                self._write(batch)
+                self.replay_buffer.extend(batch.reshape(-1))
             yield None if writes else batch
 
     def _finish(self, fleet: Fleet, slots: list[int]) -> TensorDictBase:
