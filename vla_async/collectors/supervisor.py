@@ -6,8 +6,6 @@ It sleeps in the kernel until something happens, and looks at the clock only whe
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 from collections.abc import Callable
 from multiprocessing import connection
@@ -106,7 +104,8 @@ class Supervisor:
                 ended[member.name] = (member, number)
         for dead, number in ended.values():
             self._bury(dead, number)
-        self._kill_hung()
+        if self.error is None:
+            self._kill_hung()
         return True
 
     def _listen(self, member: Member, number: int | None) -> None:
@@ -170,4 +169,4 @@ class Supervisor:
             worker = self.workers[number]
             if now >= deadline and number not in self._hung and worker.process.pid is not None:
                 self._hung[number] = f"{worker.name} (pid {worker.process.pid}) did not manage {task}"
-                os.kill(worker.process.pid, signal.SIGKILL)
+                worker.process.kill()
