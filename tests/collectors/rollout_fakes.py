@@ -21,9 +21,10 @@ from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from tests.fakes import ClockEnvs, ClockSimulator
+from tests.fakes import ClockEnvs, ClockSimulator, KnownPolicy
 from vla_async import keys
 from vla_async.collectors import StreamingCollector
+from vla_async.collectors.board import SlotState
 
 
 class CounterEnv(EnvBase):
@@ -174,13 +175,21 @@ class Troubled(TensorDictModuleBase):
         return tensordict.set("action", torch.zeros(*tensordict.batch_size, 1)).set("log_prob", log_prob)
 
 
+class LateSimulator(ClockSimulator):
+    """Breaks in a reset only when it has stepped."""
+
+    def _fail(self, where: str) -> None:
+        if where != "reset" or self._steps:
+            super()._fail(where)
+
+
 @dataclass(kw_only=True)
 class OnceFaulty(ClockEnvs):
     """Break as :class:`ClockEnvs` do, but only until ``flag`` exists: whoever takes the env's place is well."""
 
     def make_simulator(self, index: int, render: bool = False) -> ClockSimulator:
         well = self.flag and Path(self.flag).exists()
-        return ClockSimulator(
+        return LateSimulator(
             dataclasses.replace(self, fault="") if well else self, index, self.num_envs if self.batched else 1
         )
 
@@ -210,3 +219,16 @@ def episodes(batches: list[TensorDictBase]) -> dict[int, TensorDictBase]:
     flat = torch.cat([batch.reshape(-1) for batch in batches])
     ids = flat["collector", "traj_ids"]
     return {int(number): flat[ids == number] for number in ids.unique()}
+
+
+class BlindAtTheEnd(KnownPolicy):
+    """Gives a NaN as the value of an env step that episodes are truncated at, which it never has to decide on."""
+
+    def act(self, td: TensorDictBase) -> TensorDictBase:
+        td = super().act(td)
+        return td.set(keys.VALUE, torch.where(td[keys.STATE][:, 1:2] == 5, float("nan"), td[keys.VALUE]))
+
+
+def all_slots_wait(collector: StreamingCollector) -> bool:
+    """Whether every slot is finished and waits for the consumer: so none is lost, and all envs wait for one."""
+    return bool((collector.fleet.board.state >= SlotState.FINISHED).all())
