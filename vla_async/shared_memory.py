@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -134,6 +135,12 @@ class Channel:
     def send(self, *values: float) -> None:
         """Write one record; waits if a reader is thousands of records behind."""
         os.write(self.writer.fileno(), self._struct.pack(*values))
+
+    def send_all(self, records: Sequence[tuple[float, ...]]) -> None:
+        """Write several records, as many at once as go through a pipe unmixed."""
+        most = select.PIPE_BUF // self._struct.size
+        for start in range(0, len(records), most):
+            os.write(self.writer.fileno(), b"".join(self._struct.pack(*record) for record in records[start : start + most]))
 
     def receive(self, most: int = 4096) -> list[tuple[Any, ...]]:
         """The records that are there, at most so many; an empty list if there are none."""

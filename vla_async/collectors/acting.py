@@ -59,7 +59,8 @@ class ActingPolicy:
         self.reads = [observed[key] for key in self._wanted(observed)]
         self.writes = self._probe(observed)
         self.has_value = any(leaf.key == (keys.VALUE,) for leaf in self.writes)
-        missing = [leaf.key for leaf in leaves if leaf.role == "decision" and leaf.key[0] != "collector"]
+        given = ("collector", keys.GROUP_ID)  # by the envs themselves
+        missing = [leaf.key for leaf in leaves if leaf.role == "decision" and leaf.key[0] not in given]
         missing = [key for key in missing if key not in {leaf.key for leaf in self.writes}]
         if missing:
             made = [leaf.key for leaf in self.writes]

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from vla_async.shared_memory import Field, SharedBlock
 
+NO_LIMIT = 2**62  # of the episodes that a row may begin
+
 
 class SlotState(IntEnum):
     """Who has a slot."""
@@ -20,6 +22,7 @@ class SlotState(IntEnum):
     FINISHED = 3  # the queue, complete
     DROPPED = 4  # the queue, to be given back: its worker has ended
     HELD = 5  # the consumer
+    WITHHELD = 6  # the queue, out of circulation
 
 
 class Board:
@@ -29,7 +32,10 @@ class Board:
         slot: int64 ``[N]``, the slot that a row writes to; -1 while it waits for one. By the worker.
         step: int64 ``[N]``, the row's next decision within its slot. By the worker.
         decisions: int64 ``[N]``, decisions that the row has asked for so far. By the worker.
-        episodes: int64 ``[N]``, episodes that the row has started so far. By the worker.
+        episodes: int64 ``[N]``, episodes that the row has started so far; where a slot holds one episode, those that it has
+            begun in a slot. By the worker, and by the replica while the worker is being replaced.
+        admitted: int64 ``[N]``, episodes that the row may begin in all; more than there can be, unless a slot holds one
+            episode. By the consumer.
         state: int8 ``[S]``, a :class:`SlotState`. By whoever has the slot.
         cut: bool ``[S]``, close the slot after the decision that is being made. By the consumer.
         busy_since: float64 ``[W]``, when a worker went into its env (monotonic seconds); 0 while it is out of it.
@@ -46,13 +52,14 @@ class Board:
     """
 
     def __init__(self, num_rows: int, num_slots: int, num_workers: int) -> None:
-        per_row = dict.fromkeys(("slot", "step", "decisions", "episodes"), Field((num_rows,), torch.int64))
+        per_row = dict.fromkeys(("slot", "step", "decisions", "episodes", "admitted"), Field((num_rows,), torch.int64))
         per_slot = {"state": Field((num_slots,), torch.int8), "cut": Field((num_slots,), torch.bool)}
         times = dict.fromkeys(("busy_since", "busy", "waiting"), Field((num_workers,), torch.float64))
         counts = {"claiming": Field((num_workers,), torch.int8), "env_steps": Field((num_workers,), torch.int64)}
         single = {"version": Field((1,), torch.int64)}
         self._attach(SharedBlock(per_row | per_slot | times | counts | single))
         self.slot[:] = -1
+        self.admitted[:] = NO_LIMIT
 
     def _attach(self, block: SharedBlock) -> None:
         self._block = block
@@ -60,6 +67,7 @@ class Board:
         self.step: NDArray[Any]
         self.decisions: NDArray[Any]
         self.episodes: NDArray[Any]
+        self.admitted: NDArray[Any]
         self.state: NDArray[Any]
         self.cut: NDArray[Any]
         self.busy_since: NDArray[Any]

@@ -14,24 +14,32 @@ from multiprocessing.connection import Connection
 import torch
 from torchrl.envs import EnvBase
 
+from vla_async.collectors.groups import Grouping
 from vla_async.collectors.orders import EnvsReady, WorkerOrders
 from vla_async.collectors.row_env import EnvBaseRows, FactoryRows, RowEnv
 from vla_async.collectors.slot_writer import SlotWriter
-from vla_async.collectors.wires import STOPPED, Ask, Wires, clock
+from vla_async.collectors.wires import ADMITTED, STOPPED, Ask, Wires, clock
 from vla_async.collectors.worker import Reporting, leave_signals_to_parent
 from vla_async.envs.base import EnvFactory
 
 
 @dataclass(frozen=True)
 class EnvSource:
-    """How to build one env of a shard: env ``index`` of a factory, or whatever a callable returns."""
+    """How to build one env of a shard: env ``index`` of a factory, or whatever a callable returns.
+
+    Attributes:
+        make: builds it.
+        index: which one.
+        grouping: of the rows of a factory; None where slots hold fragments.
+    """
 
     make: EnvFactory | Callable[[], EnvBase]
     index: int = 0
+    grouping: Grouping | None = None
 
     def build(self, text_bytes: int) -> RowEnv:
         if isinstance(self.make, EnvFactory):
-            return FactoryRows(self.make.make(self.index), text_bytes)
+            return FactoryRows(self.make.make(self.index), text_bytes, self.grouping)
         return EnvBaseRows(self.make, text_bytes)
 
 
@@ -52,6 +60,7 @@ class EnvWorker:
         ]
         self._answered = [0] * len(self.writers)
         self._hungry: list[int] = []  # the envs with a row that has no slot, in the order in which they came to it
+        self._absent: set[int] = set()  # those of them whose replica knows that they have nothing to decide on
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -62,19 +71,21 @@ class EnvWorker:
             for place in range(len(self.writers)):
                 self._begin(place)
         while True:
-            if self._hungry:
-                self._feed()
-            if self._hungry:
+            self._feed()
+            before = clock()
+            if any(self.writers[place].wanted for place in self._hungry):
                 poller.register(free, select.POLLIN)
-                before = clock()
                 poller.poll()
-                self.board.waiting[self.number] += clock() - before
                 poller.unregister(free)
             else:
                 poller.poll()
+            if self._hungry:
+                self.board.waiting[self.number] += clock() - before
             for generation, place, rows in answers.receive():
                 if generation == STOPPED:
                     return
+                if generation == ADMITTED:
+                    continue  # the board says whom
                 if generation == self.orders.generation:  # else it answers the worker that was here before
                     self._take(place, rows) if rows else self._begin(place)
 
@@ -95,35 +106,44 @@ class EnvWorker:
         complete = writer.act()
         self._leave(started)
         self.board.env_steps[self.number] += writer.env_steps
-        for row in complete:
-            # in this order: if this worker dies in between, the replica knows of the slot and will not give it back
-            self._ask(place, Ask.FINISH, writer.slot_of(row))
-            writer.leave(row)
         if complete:
+            # in this order: if this worker dies in between, the replica knows of the slots and will not give them back
+            self._ask(place, Ask.FINISH, *map(writer.slot_of, complete))
+            for row in complete:
+                writer.leave(row)
+        if writer.lacking:
             self._hungry.append(place)
         else:
             self._decide(place)
 
     def _feed(self) -> None:
         """Take free slots for the envs that need some, first come first served."""
-        while self._hungry:
-            writer = self.writers[self._hungry[0]]
-            self.board.claiming[self.number] = 1  # whoever finds this worker dead must look what it had taken
-            slots = [slot for (slot,) in self.wires.free.receive(writer.lacking)]
-            if slots:
-                writer.give(slots)
-            self.board.claiming[self.number] = 0
-            if writer.lacking:
-                return
-            self._decide(self._hungry.pop(0))
+        for place in [*self._hungry]:
+            writer = self.writers[place]
+            if wanted := writer.wanted:
+                self.board.claiming[self.number] = 1  # whoever finds this worker dead must look what it had taken
+                slots = [slot for (slot,) in self.wires.free.receive(wanted)]
+                if slots:
+                    writer.give(slots)
+                self.board.claiming[self.number] = 0
+            if writer.ready:
+                self._hungry.remove(place)
+                self._decide(place)
+            elif writer.wanted:
+                return  # those behind have come later
+            elif place not in self._absent:
+                self._absent.add(place)
+                self._ask(place, Ask.ABSENT, self.orders.envs[place].rows.start)
 
     def _decide(self, place: int) -> None:
+        self._absent.discard(place)
         self.writers[place].ask()
         self._ask(place, Ask.DECIDE, self.orders.envs[place].rows.start)
 
-    def _ask(self, place: int, what: Ask, id: int) -> None:
-        replica = self.orders.envs[place].replica
-        self.wires.asks[replica].send(what, self.orders.generation, id, clock())
+    def _ask(self, place: int, what: Ask, *ids: int) -> None:
+        replica, now = self.orders.envs[place].replica, clock()
+        # at once, or the replica would answer the first alone
+        self.wires.asks[replica].send_all([(what, self.orders.generation, id, now) for id in ids])
 
     def _enter(self) -> float:
         now = clock()

@@ -22,6 +22,7 @@ from torch import nn
 from vla_async.collectors.acting import VERSION_LEAF, RandomActions, portable
 from vla_async.collectors.board import Board
 from vla_async.collectors.env_worker import EnvSource, run_env_worker
+from vla_async.collectors.groups import Grouping
 from vla_async.collectors.orders import (
     EnvsReady,
     FleetSettings,
@@ -37,7 +38,8 @@ from vla_async.collectors.replica import run_replica
 from vla_async.collectors.slab import TRAJ_IDS, Leaf, Slab, SlabLayout
 from vla_async.collectors.supervisor import Supervisor
 from vla_async.collectors.tally import Tally, summary
-from vla_async.collectors.wires import ALARM, PAUSED, STOPPED, Ask, EnvAddress, Wires, clock
+from vla_async.collectors.wires import ADMITTED, ALARM, PAUSED, STOPPED, Ask, EnvAddress, Wires, clock
+from vla_async.data.groups import GroupLedger
 from vla_async.data.queue import TrajectoryQueue
 from vla_async.rng import fold
 from vla_async.weights.publisher import WeightPublisher
@@ -102,7 +104,7 @@ class Fleet:
         *,
         decisions: int,
         num_slots: int,
-        spans_episodes: bool,
+        grouping: Grouping | None = None,
         version: int = 0,
         weights: Any = None,
         counts: RowCounts | None = None,
@@ -113,7 +115,8 @@ class Fleet:
             policy: any policy; the replicas get copies. None acts at random.
             decisions: T, the most decisions in a slot.
             num_slots: S, at least the number of rows.
-            spans_episodes: see :class:`SlabLayout`.
+            grouping: that the envs were made with: each slot then holds one episode, and they are handed out by groups.
+                None lets slots hold fragments, each for itself.
             version: number of updates behind the policy's weights, or behind ``weights``.
             weights: those that the rollouts begin with, if not the policy's own; see :meth:`WeightPublisher.publish`.
             counts: decisions and episodes of each row so far, to go on from; zero by default.
@@ -127,11 +130,14 @@ class Fleet:
         for replica in self._replicas:
             replica.link.send((pickled, self._leaves))
         ready = gather(ReplicaReady, self._replicas, self.settings.start_timeout_s)
-        layout = SlabLayout(self._all_leaves(ready[0]), num_slots, decisions, spans_episodes)
+        layout = SlabLayout(self._all_leaves(ready[0]), num_slots, decisions, spans_episodes=grouping is None)
         layout.check_fits("max_in_flight, the number of envs or frames_per_batch")
         self.slab, self.board = Slab(layout), Board(self.num_rows, num_slots, len(self._workers))
         if counts is not None:
-            self.board.decisions[:], self.board.episodes[:] = counts.decisions, counts.episodes
+            self.board.decisions[:] = counts.decisions
+            self.board.episodes[:] = counts.episodes if grouping is None else grouping.aligned(counts.episodes)
+        if grouping is not None:
+            self.board.admitted[:] = self.board.episodes
         if any(device.type == "cuda" for device in self.settings.devices):
             self.slab.block.pin()
         is_module = isinstance(policy, nn.Module) and any(True for _ in [*policy.parameters(), *policy.buffers()])
@@ -143,7 +149,9 @@ class Fleet:
         self._began = clock()
         self._send_orders()
         self._supervisor = self._make_supervisor()
-        self.queue = TrajectoryQueue(self.slab, self.board, self._wires.finished, self._wires.free, self._supervisor.check)
+        groups = None if grouping is None else GroupLedger(grouping, self.slab, self.board, self._wake)
+        finished, free = self._wires.finished, self._wires.free
+        self.queue = TrajectoryQueue(self.slab, self.board, finished, free, self._supervisor.check, groups)
         self._supervisor.start()
         if self.publisher is not None:
             self.publisher.confirm()
@@ -225,6 +233,11 @@ class Fleet:
         return member
 
     # ------------------------------------------------------------------ while it runs
+
+    def _wake(self, rows: Sequence[int]) -> None:
+        """Tell the workers of some rows that these may begin an episode."""
+        for worker in {env.worker for env in self.envs for row in rows if row in env.rows}:
+            self._wires.answers[worker].send(ADMITTED, 0, 0)
 
     def _announce(self) -> None:
         for channel in self._wires.asks:

@@ -20,7 +20,7 @@ from vla_async.collectors.acting import VERSION_LEAF, ActingPolicy
 from vla_async.collectors.batcher import DynamicBatcher, Share
 from vla_async.collectors.board import SlotState
 from vla_async.collectors.orders import ReplicaOrders, ReplicaReady, ReplicaSettings
-from vla_async.collectors.slab import Key, Leaf, read_texts
+from vla_async.collectors.slab import TRAJ_IDS, Key, Leaf, read_texts
 from vla_async.collectors.slot_writer import numpy_rows
 from vla_async.collectors.wires import PAUSED, Ask, EnvAddress, Wires, clock
 from vla_async.collectors.worker import Reporting, leave_signals_to_parent
@@ -34,6 +34,7 @@ class _Request:
 
     generation: int
     sent: float
+    first_row: int  # of the env, or the row that wrote to the slot
     address: EnvAddress | None = None
     slot: int = -1
     rows: Tensor | None = None
@@ -65,6 +66,7 @@ class InferenceReplica:
             most, float("inf") if settings.lockstep else settings.max_wait_s
         )
         self._generations = dict.fromkeys(self._envs, 0)
+        self._absent: set[int] = set()  # envs that have no episode to play
         self._request_base = orders.request_base.numpy()
         self._leaves = {leaf.key: self.slab.rows(leaf.key) for leaf in orders.slab.layout.leaves}
         self._arrays = {leaf.key: numpy_rows(self._leaves[leaf.key]) for leaf in [*acting.writes, VERSION_LEAF]}
@@ -75,6 +77,10 @@ class InferenceReplica:
         # kernels round differently in batches of different sizes, and in lockstep the results must not depend on timing
         self._least = self._most if settings.lockstep else 0
         self._latest, self._began, self._paused = -float("inf"), clock(), False
+        self._env_of = {row: address.rows.start for address in orders.envs for row in address.rows}
+        # in lockstep, the ends of slots are answered together too, when every env that has been answered was heard again
+        self._ends: list[_Request] = []
+        self._unheard: set[int] = set()
 
     @property
     def version(self) -> int:
@@ -92,6 +98,9 @@ class InferenceReplica:
             for record in asks.receive():
                 if not self._hear(*record):
                     return
+            if self._ends and not self._unheard and not self._paused:
+                ends, self._ends = self._ends, []
+                self._answer_in_order([Share(end, 0, len(end.rows)) for end in ends if end.rows is not None])
             batch = None if self._paused else self.batcher.pop_due(self._now())
             if batch is not None:
                 self._answer_all(batch)
@@ -104,7 +113,10 @@ class InferenceReplica:
     def _hear(self, what: int, generation: int, id: int, sent: float) -> bool:
         """Take in a record; False if it says to stop."""
         if what == Ask.DECIDE and generation == self._generations[id]:
-            self._put(_Request(generation, sent, address=self._envs[id]), len(self._envs[id].rows))
+            self._set_absent(id, False)
+            self._put(_Request(generation, sent, id, address=self._envs[id]), len(self._envs[id].rows))
+        elif what == Ask.ABSENT and generation == self._generations[id]:
+            self._set_absent(id, True)
         elif what == Ask.FINISH:
             self._finish(id, sent)
         elif what == Ask.FORGET:
@@ -117,20 +129,31 @@ class InferenceReplica:
             self.wires.acks.send(self.number, self.version, self._receiver.checksum())
         return what != Ask.STOP
 
+    def _set_absent(self, id: int, absent: bool) -> None:
+        """Note that an env was heard. In lockstep, all envs that are not absent decide together."""
+        self._unheard.discard(id)
+        if absent != (id in self._absent):
+            self._absent ^= {id}
+            if self.settings.lockstep:
+                present = sum(len(env.rows) for start, env in self._envs.items() if start not in self._absent)
+                self.batcher.max_batch_size = max(present, 1)
+
     def _put(self, request: _Request, rows: int) -> None:
         # what was sent while a batch was computed has waited since then, not since it was heard
         self._latest = max(self._latest, request.sent)
         self.batcher.put(request, self._latest, rows)
 
     def _finish(self, slot: int, sent: float) -> None:
+        row = int(self._leaves[TRAJ_IDS][slot * self.slab.layout.rows_per_slot]) % len(self.board.slot)
+        self._unheard.discard(self._env_of[row])
         rows = self.slab.bootstrap_rows(slot) if self.acting.has_value else []
         if not rows:
             self._hand_over(slot)
             return
         self.board.state[slot] = SlotState.CLOSING
-        end = _Request(0, sent, slot=slot, rows=torch.tensor(rows))
+        end = _Request(0, sent, row, slot=slot, rows=torch.tensor(rows))
         if self.settings.lockstep:
-            self._answer([Share(end, 0, len(rows))])  # alone: which ends arrive together is a matter of timing
+            self._ends.append(end)
         else:
             self._put(end, len(rows))
 
@@ -141,11 +164,15 @@ class InferenceReplica:
     def _forget(self, id: int, generation: int) -> None:
         """Give back the slots of an env whose worker has ended; ``generation`` is that of the next one."""
         self._generations[id] = generation
+        self._unheard.discard(id)
         rows = self._envs[id].rows
         for row in rows:
             slot = int(self.board.slot[row])
             self.board.slot[row] = -1
             if slot >= 0 and self.board.state[slot] in (SlotState.FREE, SlotState.ACTING):  # else it was finished before
+                if not self.slab.layout.spans_episodes:  # the next worker plays all that was admitted but this
+                    number = int(self._leaves[TRAJ_IDS][slot * self.slab.layout.rows_per_slot])
+                    self.board.episodes[row] = number // len(self.board.slot) + 1
                 self.board.state[slot] = SlotState.DROPPED
                 self.wires.finished.send(slot)
         self.wires.answers[self._envs[id].worker].send(generation, self._envs[id].place, 0)
@@ -155,17 +182,17 @@ class InferenceReplica:
         if not self.settings.lockstep:
             self._answer(batch)
             return
-        batch = sorted(batch, key=lambda share: self._first_row(share))
+        self._unheard = {share.request.first_row for share in batch}
+        self._answer_in_order(batch)
+
+    def _answer_in_order(self, batch: list[Share[_Request]]) -> None:
+        """Answer by row, so that who asked first makes no difference."""
+        batch = sorted(batch, key=lambda share: (share.request.first_row, share.start))
         cutter: DynamicBatcher[Share[_Request]] = DynamicBatcher(self._most, 0.0)
         for share in batch:
             cutter.put(share, 0.0, share.stop - share.start)
         while (part := cutter.pop_due(0.0)) is not None:
             self._answer([Share(s.request.request, s.request.start + s.start, s.request.start + s.stop) for s in part])
-
-    @staticmethod
-    def _first_row(share: Share[_Request]) -> int:
-        assert share.request.address is not None  # in lockstep, the ends of slots are answered at once
-        return share.request.address.rows.start + share.start
 
     def _answer(self, batch: Sequence[Share[_Request]]) -> None:
         """One forward pass: gather, decide, write, and wake the envs."""
@@ -174,11 +201,12 @@ class InferenceReplica:
             return
         began = clock()
         rows, request_keys, decisions = self._rows(batch)
-        try:
-            made = self.acting.decide(self._gather, rows, request_keys, self._least)
-        except Exception as error:
-            raise RuntimeError(f"the policy failed on a batch of {len(rows)} rows; {self._describe(rows)}") from error
-        self._write(made, rows, decisions)
+        if len(rows):  # else all of them stand still, in a batch that was cut
+            try:
+                made = self.acting.decide(self._gather, rows, request_keys, self._least)
+            except Exception as error:
+                raise RuntimeError(f"the policy failed on a batch of {len(rows)} rows; {self._describe(rows)}") from error
+            self._write(made, rows, decisions)
         for share in batch:
             self._tell(share)
         self.orders.tally.add(len(rows), [began - share.request.sent for share in batch], clock() - began, len(self.batcher))
@@ -198,6 +226,8 @@ class InferenceReplica:
             elif share.request.rows is not None:
                 ends.append(share.request.rows[share.start : share.stop])
         board = self.board
+        if not self.slab.layout.spans_episodes:  # rows without a slot stand still
+            envs = [row for row in envs if board.slot[row] >= 0]
         rows = torch.from_numpy(board.slot[envs] * self.slab.layout.rows_per_slot + board.step[envs])
         request_keys = torch.from_numpy(self._request_base[envs] + board.decisions[envs] - 1)
         if not ends:

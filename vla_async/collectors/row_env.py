@@ -16,6 +16,7 @@ from torchrl.data import Bounded, NonTensor, TensorSpec
 from torchrl.envs import EnvBase
 
 from vla_async import keys
+from vla_async.collectors.groups import Grouping
 from vla_async.collectors.slab import Key, Leaf, write_text
 from vla_async.envs.base import EnvSpec
 from vla_async.rng import TRAIN_SEEDS, episode_seed, fold
@@ -28,6 +29,7 @@ TASK: Key = ("collector", "task")
 SEED: Key = ("collector", "seed")
 RETURN: Key = ("collector", "episode_return")  # of the episode so far, this decision included
 LENGTH: Key = ("collector", "episode_env_steps")
+GROUP: Key = (keys.GROUP_ID,)
 
 
 class RowEnv(ABC):
@@ -61,8 +63,12 @@ class RowEnv(ABC):
         """
 
     @abstractmethod
-    def step(self, actions: Mapping[Key, Tensor]) -> tuple[dict[Key, Array], Array]:
-        """Execute one decision of all rows.
+    def step(self, actions: Mapping[Key, Tensor], active: Array | None = None) -> tuple[dict[Key, Array], Array]:
+        """Execute one decision.
+
+        Args:
+            actions: of all rows, by key.
+            active: bool ``[B]``, the rows that take part; all by default, and always where slots hold fragments.
 
         Returns:
             Observations (as they are before any reset) and outcomes by key, and which rows' episodes ended, bool ``[B]``.
@@ -74,7 +80,7 @@ class RowEnv(ABC):
 
     @abstractmethod
     def current(self) -> dict[Key, Array]:
-        """What the next decision of each row sees: observations by key."""
+        """What is known of each row before its next decision: observations by key, and its group if it is in one."""
 
     def count(self, outcome: Mapping[Key, Array]) -> int:
         """The env steps of one decision of all rows."""
@@ -99,11 +105,12 @@ class FactoryRows(RowEnv):
     Args:
         env: is closed with this object.
         text_bytes: longest instruction or task name.
+        grouping: which rows share their episodes' seeds, and are told apart by a group id; None for none.
     """
 
-    def __init__(self, env: ChunkedEnv, text_bytes: int) -> None:
+    def __init__(self, env: ChunkedEnv, text_bytes: int, grouping: Grouping | None = None) -> None:
         super().__init__(text_bytes)
-        self.env, self.num_rows, self.env_spec = env, env.num_rows, env.env_spec
+        self.env, self.num_rows, self.env_spec, self.grouping = env, env.num_rows, env.env_spec, grouping
         H, A = env.chunk_size, env.env_spec.action_dim
         flags = ("success", "success_once")
         self.leaves = (
@@ -120,6 +127,8 @@ class FactoryRows(RowEnv):
             Leaf(LENGTH, (1,), torch.int64, "decision"),
             Leaf(keys.CHUNK, (H, A), torch.float32, "decision"),
         )
+        if grouping is not None:
+            self.leaves += (Leaf(GROUP, (1,), torch.int64, "decision"),)
         bounds = [torch.tensor(bound).expand(H, A) for bound in (env.env_spec.action_low, env.env_spec.action_high)]
         self.action_specs = {keys.CHUNK: Bounded(*bounds, shape=(H, A))}
         self._flags: dict[Key, Array] = {(name,): np.zeros((self.num_rows, 1), bool) for name in flags}
@@ -129,12 +138,19 @@ class FactoryRows(RowEnv):
     def start(self, seed: int, rows: range, episodes: Array) -> None:
         self._seed, self._rows = seed, rows
         self._seeds = np.zeros(self.num_rows, np.int64)
+        self._groups: dict[Key, Array] = {}
+        if self.grouping is not None:
+            self._groups[GROUP] = np.zeros((self.num_rows, 1), np.int64)
         self._return, self._length = np.zeros((self.num_rows, 1)), np.zeros((self.num_rows, 1), np.int64)
         self.restart(np.ones(self.num_rows, bool), episodes)
 
     def restart(self, done: Array, episodes: Array) -> None:
         for row in np.flatnonzero(done).tolist():
-            self._seeds[row] = episode_seed(self._seed, self._rows[row], int(episodes[row]))
+            stream, episode = self._rows[row], int(episodes[row])
+            if self.grouping is not None:
+                stream = self.grouping.group_of(stream)
+                self._groups[GROUP][row] = self.grouping.id_of(stream, episode)
+            self._seeds[row] = episode_seed(self._seed, stream, episode)
         on = self.env.simulator.device
         self.env.reset_rows(torch.from_numpy(done).to(on), torch.from_numpy(self._seeds).to(on))
         self._return[done], self._length[done] = 0.0, 0
@@ -142,8 +158,10 @@ class FactoryRows(RowEnv):
         self._instructions = self._encoded(list(self.env.simulator.instructions))
         self._tasks = self._encoded(list(self.env.simulator.tasks))
 
-    def step(self, actions: Mapping[Key, Tensor]) -> tuple[dict[Key, Array], Array]:
-        result = self.env.step_chunk(actions[keys.CHUNK].to(self.env.simulator.device))
+    def step(self, actions: Mapping[Key, Tensor], active: Array | None = None) -> tuple[dict[Key, Array], Array]:
+        on = self.env.simulator.device
+        rows = None if active is None else torch.from_numpy(active).to(on)
+        result = self.env.step_chunk(actions[keys.CHUNK].to(on), rows)
         rewards = _array(result.step_rewards)
         terminated, truncated = _array(result.terminated), _array(result.truncated)
         done = terminated | truncated
@@ -160,11 +178,11 @@ class FactoryRows(RowEnv):
         self._length += out[("executed",)].sum(-1, keepdims=True)
         out[RETURN], out[LENGTH] = self._return, self._length
         out[("done",)], out[("terminated",)], out[("truncated",)] = done[:, None], terminated[:, None], truncated[:, None]
-        return out, done
+        return out | self._groups, done
 
     def current(self) -> dict[Key, Array]:
         seen: dict[Key, Array] = {("observation", name): _array(value) for name, value in self.env.observed.items()}
-        return seen | self._flags | {(keys.INSTRUCTION,): self._instructions}
+        return seen | self._flags | {(keys.INSTRUCTION,): self._instructions} | self._groups
 
     def count(self, outcome: Mapping[Key, Array]) -> int:
         return int(outcome[("executed",)].sum())
@@ -211,7 +229,7 @@ class EnvBaseRows(RowEnv):
         self.env.set_seed(fold(seed, "env", rows.start, int(episodes[0])) % TRAIN_SEEDS)
         self._td = self.env.reset()
 
-    def step(self, actions: Mapping[Key, Tensor]) -> tuple[dict[Key, Array], Array]:
+    def step(self, actions: Mapping[Key, Tensor], active: Array | None = None) -> tuple[dict[Key, Array], Array]:
         for key, action in actions.items():
             self._td.set(key, action.reshape(*self.env.batch_size, *action.shape[1:]).to(self.env.device, copy=True))
         stepped, self._td = self.env.step_and_maybe_reset(self._td)

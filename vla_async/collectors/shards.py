@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from torchrl.envs import EnvBase
 
 from vla_async.collectors.env_worker import EnvSource
+from vla_async.collectors.groups import Grouping
 from vla_async.collectors.orders import FleetSettings
 from vla_async.collectors.wires import EnvAddress
 from vla_async.envs.base import EnvFactory
@@ -17,7 +18,9 @@ MOST_SLOTS = 2**14  # by a pipe, 4 bytes for each
 EnvSources = EnvFactory | Callable[[], EnvBase] | Sequence[Callable[[], EnvBase]]
 
 
-def make_shards(create_env_fn: EnvSources, envs_per_worker: int, num_stages: int) -> tuple[list[list[EnvSource]], bool]:
+def make_shards(
+    create_env_fn: EnvSources, envs_per_worker: int, num_stages: int, grouping: Grouping | None = None
+) -> tuple[list[list[EnvSource]], bool]:
     """The envs of each worker, and whether there is just one callable.
 
     Raises:
@@ -32,12 +35,12 @@ def make_shards(create_env_fn: EnvSources, envs_per_worker: int, num_stages: int
         )
     if isinstance(create_env_fn, EnvFactory):
         if not batched:
-            sources = [EnvSource(create_env_fn, index) for index in range(create_env_fn.num_envs)]
+            sources = [EnvSource(create_env_fn, index, grouping) for index in range(create_env_fn.num_envs)]
         else:
             if num_stages < 1 or create_env_fn.num_envs % num_stages:
                 raise ValueError(f"num_stages={num_stages} must divide env.num_envs={create_env_fn.num_envs}")
             part = dataclasses.replace(create_env_fn, num_envs=create_env_fn.num_envs // num_stages)
-            return [[EnvSource(part)] * num_stages], False
+            return [[EnvSource(part, 0, grouping)] * num_stages], False
     elif callable(create_env_fn):
         return [[EnvSource(create_env_fn)]], True
     else:
@@ -75,9 +78,7 @@ def check_slots(
     Raises:
         ValueError: names the settings and the fix.
     """
-    teams = Counter[int]()
-    for env in envs:
-        teams[env.replica if lockstep else env.rows.start] += len(env.rows)
+    teams = _teams(envs, lockstep)
     rows, slots = teams.total(), max_in_flight * fragments
     what = f"max_in_flight={max_in_flight} batches of {fragments} fragments"
     if slots < rows:
@@ -85,18 +86,41 @@ def check_slots(
             f"{what} are fewer than the {rows} envs: some could never run; raise frames_per_batch or max_in_flight, or "
             "lower fragment_length"
         )
-    # A team that lacks a single slot waits with all the others that it has, and they are missing in the batch. Slots for
-    # whole teams are safe only where one team at a time takes some.
-    sizes, one_by_one = set(teams.values()), len(teams) == 1 or (not lockstep and len({env.worker for env in envs}) == 1)
-    safe = one_by_one and len(sizes) == 1 and fragments % max(sizes) == 0
-    if slots < fragments + rows - len(teams) and not safe:
+    least = least_slots(envs, lockstep, fragments)
+    if slots < least:
         fix = f"make frames_per_batch a multiple of {rows * fragment_length}, or " if len(teams) == 1 else ""
         raise ValueError(
             f"{what} are too few for {rows} envs of which {max(teams.values())} must decide together: all could wait for "
-            f"each other; {fix}raise max_in_flight to {-(-(fragments + rows - len(teams)) // fragments)}"
+            f"each other; {fix}raise max_in_flight to {-(-least // fragments)}"
         )
     if slots > MOST_SLOTS:
         raise ValueError(f"{what} are more than {MOST_SLOTS}, as many as can be handed over; raise fragment_length")
+
+
+def _teams(envs: Sequence[EnvAddress], lockstep: bool) -> Counter[int]:
+    """How many rows decide together, by team."""
+    teams = Counter[int]()
+    for env in envs:
+        teams[env.replica if lockstep else env.rows.start] += len(env.rows)
+    return teams
+
+
+def least_slots(envs: Sequence[EnvAddress], lockstep: bool, fragments: int) -> int:
+    """With how many slots for fragments no env ever has to wait for a slot that only comes back after its own decisions.
+
+    Args:
+        envs: all of them.
+        lockstep: whether the envs of a replica ask together, or only the rows of an env.
+        fragments: of a batch.
+    """
+    teams = _teams(envs, lockstep)
+    rows, sizes = teams.total(), set(teams.values())
+    # A team that lacks a single slot waits with all the others that it has, and they are missing in the batch. Slots for
+    # whole teams are safe only where one team at a time takes some.
+    one_by_one = len(teams) == 1 or (not lockstep and len({env.worker for env in envs}) == 1)
+    if one_by_one and len(sizes) == 1 and fragments % max(sizes) == 0:
+        return rows
+    return max(rows, fragments + rows - len(teams))
 
 
 def check_assignment(settings: FleetSettings, num_workers: int) -> None:

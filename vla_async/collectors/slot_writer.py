@@ -20,6 +20,10 @@ Array = NDArray[Any]
 class SlotWriter:
     """Couples an env of B rows to the slots they write to. A row writes to one slot at a time.
 
+    Where slots hold fragments, all rows go on together. Where each holds one episode, a row whose episode is over stands
+    still until it has a slot for its next one, while the others go on: else those could wait for a slot that is only given
+    back after their own episodes.
+
     Args:
         env: the env.
         slab: where to.
@@ -34,13 +38,14 @@ class SlotWriter:
         self.env, self.slab, self.board, self.rows = env, slab, board, rows
         part = slice(rows.start, rows.stop)
         self._slot, self._step, self._decisions = board.slot[part], board.step[part], board.decisions[part]
-        self._episodes = board.episodes[part]
+        self._episodes, self._admitted = board.episodes[part], board.admitted[part]
         self._T, self._R = slab.layout.decisions, slab.layout.rows_per_slot
         self._spans = slab.layout.spans_episodes
         leaves = {leaf.key: leaf for leaf in slab.layout.leaves}
         given = {leaf.key for leaf in env.leaves if leaf.key not in env.action_specs}
         self._arrays = {key: _rows_of(slab, key) for key in given}
-        self._observed = [key for key in given if leaves[key].role == "observation"]
+        # what is known before the first decision; the group, too, so that it is known even of a slot that is lost
+        self._observed = [key for key in given if leaves[key].role == "observation" or key == (keys.GROUP_ID,)]
         self._stepped = [(key, leaves[key].role == "observation") for key in given if not leaves[key].carried]
         self._carried = [key for key in given if leaves[key].carried]
         self._carry: dict[Key, Array] = {}
@@ -53,51 +58,91 @@ class SlotWriter:
         """Start an episode in all rows; they need slots then."""
         self._slot[:] = -1
         self.env.start(seed, self.rows, self._episodes)
-        self._episodes += 1
+        self._episodes += self._spans
         self._carry = {}
 
     @property
-    def lacking(self) -> int:
-        """How many rows have no slot."""
-        return int((self._slot < 0).sum())
+    def lacking(self) -> bool:
+        """Whether some row has no slot."""
+        return bool((self._slot < 0).any())
+
+    @property
+    def wanted(self) -> int:
+        """How many rows may take a slot and have none."""
+        return int(self._wanting().sum())
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to decide on."""
+        has_slot = self._slot >= 0
+        return bool(has_slot.all() if self._spans else has_slot.any())
+
+    def _wanting(self) -> Array:
+        wanting: Array = (self._slot < 0) & (self._episodes < self._admitted)
+        return wanting
 
     def give(self, slots: list[int]) -> None:
-        """Let rows that have no slot write to these, and write down what their first decision sees."""
-        rows = np.flatnonzero(self._slot < 0)[: len(slots)]
-        self._slot[rows], self._step[rows] = slots, 0
-        self.board.cut[slots] = False
-        first = self._slot[rows] * self._R
+        """Let rows that want a slot write to these, and write down what their first decision sees."""
+        rows = np.flatnonzero(self._wanting())[: len(slots)]
+        first = np.asarray(slots) * self._R
         self._versions[first] = UNANSWERED
         seen = self.env.current() | self._carry
         for key in self._observed:
             self._arrays[key][first] = seen[key][rows]
+        self.board.cut[slots] = False
+        if not self._spans:
+            self._traj_ids[first] = self._numbers(rows, self._episodes[rows])
+        # from here on a slot can be lost with this worker: the replica then reads which episode it was
+        self._slot[rows], self._step[rows] = slots, 0
+        if not self._spans:
+            self._episodes[rows] += 1
         self.board.state[slots] = SlotState.ACTING
 
+    def _numbers(self, rows: Array, episodes: Array) -> Array:
+        """The trajectory ids of some rows' episodes; no others have them."""
+        numbers: Array = self.rows.start + rows + episodes * len(self.board.slot)
+        return numbers
+
     def ask(self) -> None:
-        """Count a decision for all rows: a request is about to be sent."""
-        self._decisions += 1
+        """Count a decision for all rows that have a slot: a request is about to be sent."""
+        self._decisions += self._slot >= 0
 
     def act(self) -> list[int]:
         """Execute the decision that has been written into the slots; returns the rows whose slot is complete now."""
-        base = self._slot * self._R + self._step
-        where = torch.from_numpy(base)
-        outcome, done = self.env.step({key: torch.index_select(rows, 0, where) for key, rows in self._actions.items()})
+        rows = np.flatnonzero(self._slot >= 0)
+        base = self._slot[rows] * self._R + self._step[rows]
+        outcome, done = self._execute(rows, base)
         following = np.where(done, base + self._T + 1, base + 1) if self._spans else base + 1
-        self.env_steps = self.env.count(outcome)
         self._write(outcome, base, following)
-        self._traj_ids[base] = np.arange(self.rows.start, self.rows.stop) + (self._episodes - 1) * len(self.board.slot)
-        self._step += 1
-        over = self._step == self._T
+        self._traj_ids[base] = self._numbers(rows, self._episodes[rows] - 1)
+        self._step[rows] += 1
+        over = self._step[rows] == self._T
         self._carry = {key: self._arrays[key][base + 1] for key in self._carried}
         if done.any():
-            self._next_episode(done, base, following)
+            self._next_episode(rows[done], base[done], following[done])
             if not self._spans:
                 over |= done
-        over |= self.board.cut[self._slot]
-        if not over.any():
-            return []
-        self._length[self._slot[over]] = self._step[over]
-        return [int(row) for row in np.flatnonzero(over)]
+        over |= self.board.cut[self._slot[rows]]
+        rows = rows[over]
+        self._length[self._slot[rows]] = self._step[rows]
+        return [int(row) for row in rows]
+
+    def _execute(self, rows: Array, base: Array) -> tuple[dict[Key, Array], Array]:
+        """Step the env; what it gives for the rows that take part."""
+        where = torch.from_numpy(base)
+        actions = {key: torch.index_select(source, 0, where) for key, source in self._actions.items()}
+        if len(rows) == len(self.rows):
+            outcome, done = self.env.step(actions)
+            self.env_steps = self.env.count(outcome)
+            return outcome, done
+        active = np.zeros(len(self.rows), bool)
+        active[rows] = True
+        spread = {key: action.new_zeros(len(active), *action.shape[1:]) for key, action in actions.items()}
+        for key, action in actions.items():
+            spread[key][torch.from_numpy(rows)] = action
+        outcome, done = self.env.step(spread, active)
+        self.env_steps = self.env.count(outcome)
+        return {key: value[rows] for key, value in outcome.items()}, done[rows]
 
     def slot_of(self, row: int) -> int:
         """The slot that a row of the env writes to."""
@@ -116,16 +161,20 @@ class SlotWriter:
             for key, is_observation in self._stepped:
                 self._arrays[key][following if is_observation else base] = outcome[key]
 
-    def _next_episode(self, done: Array, base: Array, following: Array) -> None:
+    def _next_episode(self, rows: Array, base: Array, following: Array) -> None:
+        """Restart the rows whose episodes have ended with the decisions ``base``."""
+        done = np.zeros(len(self.rows), bool)
+        done[rows] = True
         self.env.restart(done, self._episodes)
+        if not self._spans:  # the row takes a slot first, and counts the episode then
+            return
         self._episodes += done
         seen = self.env.current()
         for key in self._carried:
-            self._arrays[key][following[done]] = self._carry[key][done]
+            self._arrays[key][following] = self._carry[key][rows]
             self._carry[key] = np.where(_expand(done, seen[key]), seen[key], self._carry[key])
-        if self._spans:
-            for key in self._observed:
-                self._arrays[key][base[done] + 1] = seen[key][done]
+        for key in self._observed:
+            self._arrays[key][base + 1] = seen[key][rows]
 
 
 def _rows_of(slab: Slab, key: Key) -> Array:

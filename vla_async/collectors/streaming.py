@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 from vla_async.collectors.background import BackgroundCollector
 from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.orders import FleetOptions, FleetSettings, RowCounts
+from vla_async.collectors.pool import warm_up
 from vla_async.collectors.shards import EnvSources, check_assignment, check_counts, check_slots, make_shards
 from vla_async.collectors.slab import MASK
 from vla_async.policies.base import VLAPolicy
@@ -95,6 +96,7 @@ class StreamingCollector(BackgroundCollector):
         self._counts: RowCounts | None = None
         self._pending: Any = None
         self._fleet: Fleet | None = None
+        warm_up()  # while the caller goes on
 
     # ------------------------------------------------------------------ iteration
 
@@ -141,7 +143,6 @@ class StreamingCollector(BackgroundCollector):
                 self.policy,
                 decisions=self._T,
                 num_slots=self.max_in_flight * self._B,
-                spans_episodes=True,
                 version=self._version,
                 weights=self._pending,
                 counts=self._counts,

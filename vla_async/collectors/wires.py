@@ -31,6 +31,7 @@ class Ask(IntEnum):
     PAUSE = 4  # answer nothing
     RESUME = 5
     STOP = 6
+    ABSENT = 7  # the env ``id`` has no episode to play, so lockstep must not wait for it
 
 
 ASK_RECORD = "<hhid"  # Ask, generation of the worker, id, clock when it was sent
@@ -38,6 +39,7 @@ ANSWER_RECORD = "<hhi"  # generation of the worker, env within the worker, rows 
 SLOT_RECORD = "<i"
 ACK_RECORD = "<iqq"  # replica, version, checksum
 STOPPED = -1  # as a generation in an answer: the worker has to end
+ADMITTED = -2  # as a generation in an answer: some rows may begin an episode, as the board says
 ALARM = -1  # as a finished slot, or as a replica that acknowledges: look at what the supervisor has found
 PAUSED = -1  # as a checksum that is acknowledged: the replica has heard that it must pause
 

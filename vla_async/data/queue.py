@@ -1,6 +1,10 @@
 """``TrajectoryQueue``: finished slots on their way to the consumer, and free slots on their way back.
 
 Free slots are what paces the rollouts: an env without one waits. So whoever holds slots back bounds how much is under way.
+
+What is handed out together is a *bundle*: one slot, or all slots of a group. A bundle can be used until the oldest decision
+in it becomes too old, whether the rest of it has come or not. So a group that is incomplete when it has to be used is waited
+for, like a slot that is still written to: its missing members have their slots, or are promised some, so they will come.
 """
 
 from __future__ import annotations
@@ -8,21 +12,23 @@ from __future__ import annotations
 import select
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
 from vla_async import keys
 from vla_async.collectors.board import Board, SlotState
-from vla_async.collectors.slab import Slab
+from vla_async.collectors.slab import UNANSWERED, Slab
 from vla_async.collectors.wires import ALARM
+from vla_async.data.groups import GroupLedger
 from vla_async.shared_memory import Channel
 
 Straggler = Literal["wait", "cut", "drop"]
 """What becomes of a slot that is still written to when the bound on staleness asks for it: the consumer waits for it; it
 ends with the decision that is being made, as a shorter fragment; or it ends so and is thrown away, and counted.
 """
+_BEGUN = (SlotState.ACTING, SlotState.CLOSING, SlotState.FINISHED)
 
 
 class TrajectoryQueue:
@@ -36,6 +42,7 @@ class TrajectoryQueue:
         finished: slots that are complete, or dropped.
         free: slots that nobody has.
         check: raises what a process of the rollout has failed with, if one has.
+        groups: says which slots belong together, and who may begin one; None where each slot is for itself.
 
     Attributes:
         produced: slots that were finished, or dropped because their worker ended.
@@ -44,32 +51,42 @@ class TrajectoryQueue:
         cut: slots that were ended early, because they would have become too old.
     """
 
-    def __init__(self, slab: Slab, board: Board, finished: Channel, free: Channel, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        slab: Slab,
+        board: Board,
+        finished: Channel,
+        free: Channel,
+        check: Callable[[], None],
+        groups: GroupLedger | None = None,
+    ) -> None:
         self.slab, self.board, self._finished, self._free, self._check = slab, board, finished, free, check
+        self._groups = groups
         self.consumed, self.dropped = 0, Counter[str]()
         # the policy_version of each slot's first decision, which no later one is older than
         self._oldest = slab.rows((keys.POLICY_VERSION,)).numpy()[:: slab.layout.rows_per_slot, 0]
         self.produced, self.cut = 0, 0
-        self._ready: deque[int] = deque()
+        self._ready: deque[tuple[int, ...]] = deque()  # bundles
         self._doomed: set[int] = set()  # in progress, to be dropped when they come
         self._held: set[int] = set()
+        self._to_withhold = 0
         self._lock = threading.Lock()
         self.interrupted = False
 
     def open(self) -> None:
         """Let the envs have all slots."""
-        for slot in range(self.slab.layout.num_slots):
-            self._free.send(slot)
+        self._set_free(range(self.slab.layout.num_slots))
 
     def __len__(self) -> int:
-        """Finished slots that wait."""
+        """Bundles that are whole, and wait."""
         self._receive()
         return len(self._ready)
 
     @property
     def in_flight(self) -> int:
         """Finished slots that were taken in and are neither consumed nor dropped."""
-        return len(self._ready) + len(self._held)
+        waiting = 0 if self._groups is None else self._groups.waiting
+        return sum(map(len, list(self._ready))) + waiting + len(self._held)
 
     def take(
         self,
@@ -81,7 +98,7 @@ class TrajectoryQueue:
         later: int = 0,
         straggler: Straggler = "wait",
     ) -> list[int]:
-        """Wait for ``count`` finished slots, and hand them out.
+        """Wait for ``count`` bundles (slots, or groups of slots), and hand out their slots.
 
         Args:
             count: how many.
@@ -89,7 +106,7 @@ class TrajectoryQueue:
             max_staleness: η: nothing older than ``version - η`` is handed out, now or after the next updates: what would
                 become too old is preferred, and waited for while it is in progress. What is too old all the same, as after a
                 jump of the version, is dropped. None for no bound.
-            earlier: how many slots were taken for the same update before.
+            earlier: how many bundles were taken for the same update before.
             later: how many more will be.
             straggler: what happens to a slot in progress that is waited for; see :data:`Straggler`.
 
@@ -112,26 +129,29 @@ class TrajectoryQueue:
             if max_staleness is not None and straggler != "wait" and len(self._ready) >= count:
                 self._end_stragglers(version, max_staleness, straggler)
             self._wait()
-        for slot in taken:
-            self._ready.remove(slot)
-        self._held.update(taken)
-        self.board.state[taken] = SlotState.HELD
-        return taken
+        for bundle in taken:
+            self._ready.remove(bundle)
+        slots = [slot for bundle in taken for slot in bundle]
+        self._held.update(slots)
+        self.board.state[slots] = SlotState.HELD
+        return slots
 
-    def _choose(self, count: int, version: int, max_staleness: int | None, earlier: int = 0, later: int = 0) -> list[int]:
-        """The slots to hand out, or none if it has to wait.
+    def _choose(
+        self, count: int, version: int, max_staleness: int | None, earlier: int = 0, later: int = 0
+    ) -> list[tuple[int, ...]]:
+        """The bundles to hand out, or none if it has to wait.
 
-        A slot that began with weights o can be used until version o + η. Its turn comes in time, whatever finishes when, if
-        after each batch at most j batches' worth of slots have to be used within the next j: the earliest deadline first.
+        What began with weights o can be used until version o + η. Its turn comes in time, whatever finishes when, if after
+        each batch at most j batches' worth of bundles have to be used within the next j: the earliest deadline first.
         """
         if len(self._ready) < count:
             return []
         if max_staleness is None:
             return list(self._ready)[:count]
-        age = {slot: self.slab.oldest_version(slot) for slot in self._ready}
+        age = {bundle: self._age(bundle) for bundle in self._ready}
         order = sorted(self._ready, key=age.__getitem__)  # of the same age, by arrival
-        in_progress = self._ages_in_progress()
-        left = [age[slot] for slot in order[count:]] + in_progress
+        in_progress = list(self._ages_in_progress().values())
+        left = [age[bundle] for bundle in order[count:]] + in_progress
         per_update = earlier + count + later
         for batches in range(max_staleness + 1):
             due = version + batches - max_staleness  # what began with these weights, or older ones, has to be used by then
@@ -152,6 +172,16 @@ class TrajectoryQueue:
         self.dropped[reason] += len(slots)
         self._set_free(slots)
 
+    def withhold(self, number: int) -> None:
+        """Take slots out of circulation for good: those that nobody has at once, the others when they are given back."""
+        spare = number if self._groups is None else min(number, self._groups.spare)
+        with self._lock:
+            slots = [slot for (slot,) in self._free.receive(spare)] if spare else []
+            self.board.state[slots] = SlotState.WITHHELD
+        if self._groups is not None:
+            self._groups.spare -= len(slots)
+        self._to_withhold += number - len(slots)
+
     def recover(self, workers_claiming: Callable[[], bool]) -> None:
         """Find the slots that a worker had taken when it died, but not yet made known, and let the envs have them.
 
@@ -169,31 +199,49 @@ class TrajectoryQueue:
                 self._free.send(slot)
 
     def _set_free(self, slots: Sequence[int]) -> None:
+        withheld, free = list(slots[: self._to_withhold]), slots[self._to_withhold :]
+        self._to_withhold -= len(withheld)
+        self.board.state[withheld] = SlotState.WITHHELD
         with self._lock:
-            for slot in slots:
+            for slot in free:
                 self.board.state[slot] = SlotState.FREE
                 self._free.send(slot)
+        if self._groups is not None:
+            self._groups.freed(len(free))
 
-    def _ages_in_progress(self) -> list[int]:
-        """The versions that the slots which are written to began with."""
-        acting = np.flatnonzero((self.board.state == SlotState.ACTING) | (self.board.state == SlotState.CLOSING))
-        return [self.slab.oldest_version(int(slot)) for slot in acting]
+    def _age(self, slots: Iterable[int]) -> int:
+        """The version that the oldest of some slots began with."""
+        return min(int(self._oldest[slot]) for slot in slots)
+
+    def _bundle_of(self, slot: int) -> int:
+        """A name for the bundle that a slot in progress will be in."""
+        return slot if self._groups is None else self._groups.id_of(slot)
+
+    def _ages_in_progress(self) -> dict[int, int]:
+        """The versions that the bundles began with of which something is still missing."""
+        whole = {slot for bundle in self._ready for slot in bundle}
+        ages: dict[int, int] = {}
+        for slot in np.flatnonzero(np.isin(self.board.state, _BEGUN)).tolist():
+            if slot not in whole:
+                name = self._bundle_of(slot)
+                ages[name] = min(ages.get(name, UNANSWERED), int(self._oldest[slot]))
+        return ages
 
     def _end_stragglers(self, version: int, max_staleness: int, how: Straggler) -> None:
         """Let the slots in progress that have to be used first end with the decision that is being made."""
+        ages = self._ages_in_progress()
         for slot in np.flatnonzero(self.board.state == SlotState.ACTING).tolist():
-            if self._oldest[slot] + max_staleness <= version and not self.board.cut[slot]:
+            age = ages.get(self._bundle_of(slot), UNANSWERED)  # it may have begun just now
+            if age + max_staleness <= version and not self.board.cut[slot]:
                 self.board.cut[slot] = True
                 self.cut += how == "cut"
                 if how == "drop":
                     self._doomed.add(slot)
 
     def _drop_stale(self, least: int) -> None:
-        stale = [slot for slot in self._ready if self._oldest[slot] < least]
-        for slot in stale:
-            self._ready.remove(slot)
-        if stale:
-            self.drop(stale, "stale")
+        for bundle in [bundle for bundle in self._ready if self._age(bundle) < least]:
+            self._ready.remove(bundle)
+            self.drop(bundle, "stale")
 
     def _wait(self) -> None:
         select.select([self._finished], [], [])
@@ -206,12 +254,16 @@ class TrajectoryQueue:
                 self.interrupted = True  # by another thread, to end the wait
                 continue
             self.produced += 1
-            if slot in self._doomed or self.board.state[slot] == SlotState.DROPPED:
+            usable = slot not in self._doomed and self.board.state[slot] != SlotState.DROPPED
+            bundle: tuple[int, ...] = (slot,) if usable else ()
+            if self._groups is not None:
+                bundle = self._groups.came_back(slot, usable=usable)
+            if bundle:
+                self._ready.append(bundle)
+            if not usable:
                 self.dropped["straggler" if slot in self._doomed else "worker ended"] += 1
                 self._doomed.discard(slot)
                 self._set_free([slot])
-            else:
-                self._ready.append(slot)
 
     def counts(self) -> dict[str, int]:
         """``produced``, ``consumed``, ``in_flight``, and ``dropped/<reason>``. Any thread may ask: nothing is taken in."""

@@ -17,11 +17,12 @@ from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.orders import RowCounts
 from vla_async.collectors.row_env import LENGTH, RETURN, SEED, TASK
 from vla_async.collectors.slab import MASK, TRAJ_IDS, read_texts
+from vla_async.data.queue import Straggler
 from vla_async.data.staleness import StalenessMeter, stamp_staleness
 from vla_async.data.streamer import Streamer
+from vla_async.loops.slots import SlotPlan
 
 if TYPE_CHECKING:
-    from vla_async.loops.streaming import StreamingFitLoop
     from vla_async.trainer import AsyncTrainer
 
 
@@ -30,23 +31,34 @@ class Rollouts:
 
     Args:
         fleet: open, not serving yet.
-        loop: whose settings count.
+        plan: what its slots hold.
         trainer: whose policy acts.
+        straggler: what becomes of a trajectory in progress that would get too old.
+        max_staleness: η. A resumed run goes on with what it was lowered to.
         state: of an earlier run, from :meth:`state_dict`.
 
     Attributes:
+        max_staleness: η, as it is now.
         episodes: those that ended in what this update has taken.
         env_steps: executed in what this update has taken.
     """
 
-    def __init__(self, fleet: Fleet, loop: StreamingFitLoop, trainer: AsyncTrainer, state: dict[str, Any] | None) -> None:
-        self.fleet, self.loop, self.device = fleet, loop, trainer.fabric.device
-        self.fragments = loop.fragments_per_update or fleet.num_rows
+    def __init__(
+        self,
+        fleet: Fleet,
+        plan: SlotPlan,
+        trainer: AsyncTrainer,
+        straggler: Straggler,
+        max_staleness: int,
+        state: dict[str, Any] | None,
+    ) -> None:
+        self.fleet, self.plan, self.device, self.straggler = fleet, plan, trainer.fabric.device, straggler
+        self.max_staleness = min(max_staleness, state["max_staleness"]) if state else max_staleness
         fleet.serve(
             trainer.policy,
-            decisions=loop.decisions_per_env,
-            num_slots=(loop.max_staleness + 1) * self.fragments,
-            spans_episodes=True,
+            decisions=plan.decisions,
+            num_slots=(self.max_staleness + 1) * plan.slots,
+            grouping=plan.grouping,
             version=trainer.state.counters.step,
             counts=RowCounts(**state["counts"]) if state else None,
         )
@@ -59,19 +71,19 @@ class Rollouts:
         self.version, self.env_steps = version, 0
         self.episodes: list[Episode] = []
         self._slots: list[int] = []
-        self._staleness = StalenessMeter(self.loop.max_staleness)
+        self._staleness = StalenessMeter(self.max_staleness)
         self._began, self._waited, self._arrived = time.perf_counter(), 0.0, 0.0
         self._before, self._timing = self._busy(), dict[str, float]()
 
     def arrivals(self) -> Iterator[TensorDictBase]:
-        """The trajectories of the update, each as soon as it is there: TensorDict ``[1, T]`` on the trainer's device."""
-        for number in range(self.fragments):
+        """The trajectories of the update, each (or each group) as soon as it is there: TensorDicts ``[N, T]``."""
+        for number in range(self.plan.bundles):
             yield self._take(1, earlier=number)
 
     def collect(self) -> TensorDictBase:
         """All trajectories of the update, ordered by env: TensorDict ``[N, T]`` on the trainer's device."""
         started = time.perf_counter()
-        trajectories = self._take(self.fragments)
+        trajectories = self._take(self.plan.bundles)
         self._waited, self._arrived = time.perf_counter() - started, time.perf_counter()
         return trajectories
 
@@ -81,18 +93,19 @@ class Rollouts:
         self._timing["time/last_arrival_to_step_s"] = time.perf_counter() - streamer.last_arrival
 
     def _take(self, count: int, earlier: int = 0) -> TensorDictBase:
-        loop = self.loop
-        later = self.fragments - earlier - count
+        later = self.plan.bundles - earlier - count
         slots = self.fleet.queue.take(
-            count, self.version, loop.max_staleness, earlier=earlier, later=later, straggler=loop.straggler
+            count, self.version, self.max_staleness, earlier=earlier, later=later, straggler=self.straggler
         )
         if not slots:
             raise RuntimeError("the wait for trajectories was ended from elsewhere")
         slots.sort(key=self._order)
         self._slots += slots
         trajectories = self.fleet.slab.read(slots, texts=False)
-        if MASK in trajectories.keys(True):  # what a shorter fragment leaves of its slot is no part of it
-            trajectories[keys.EXECUTED] &= trajectories[MASK].unsqueeze(-1)
+        if MASK in trajectories.keys(True):  # what a shorter trajectory leaves of its slot is no part of it
+            trajectories[keys.EXECUTED] &= trajectories.pop(MASK).unsqueeze(-1)
+        if self.plan.grouping is not None:
+            trajectories[keys.GROUP_ID] = trajectories[keys.GROUP_ID][:, :1].expand(*trajectories.shape, 1).clone()
         self._staleness.add(stamp_staleness(trajectories, self.version))
         self.env_steps += int(trajectories[keys.EXECUTED].sum())
         self.episodes += self._ended(slots)
@@ -134,6 +147,22 @@ class Rollouts:
         self.fleet.queue.check_balance()
         self._timing["time/publish_s"] = time.perf_counter() - started
 
+    def lower_staleness(self, max_staleness: int) -> None:
+        """Lower η, from the next update on: as many slots fewer are in circulation as have room in the updates less.
+
+        What is under way already and is too old then, is dropped and counted as ``stale``: no pacing can help any more.
+
+        Raises:
+            ValueError: if that is no lower bound, or leaves too few slots.
+        """
+        if not 0 <= max_staleness <= self.max_staleness:
+            raise ValueError(
+                f"max_staleness={max_staleness} cannot be set while it runs: it is {self.max_staleness}, lower it"
+            )
+        self.plan.check_room(max_staleness)
+        self.fleet.queue.withhold((self.max_staleness - max_staleness) * self.plan.slots)
+        self.max_staleness = max_staleness
+
     def _busy(self) -> tuple[float, float]:
         """Seconds that all workers, and all replicas, have been busy."""
         return float(self.fleet.board.busy.sum()), float(sum(tally.seconds[0] for tally in self.fleet.tallies))
@@ -148,6 +177,7 @@ class Rollouts:
             **self._timing,
             **queue,
             "queue/cut": float(fleet.queue.cut),
+            "staleness/bound": float(self.max_staleness),
             "time/update_s": took,
             "time/wait_s": self._waited,
             "time/env_steps_per_s": self.env_steps / took,
@@ -159,7 +189,8 @@ class Rollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: how far the random streams are, and what was counted."""
-        return {"counts": asdict(self.fleet.counts), "queue": self.fleet.queue.counts()}
+        counts, queue = asdict(self.fleet.counts), self.fleet.queue.counts()
+        return {"counts": counts, "queue": queue, "max_staleness": self.max_staleness}
 
     def report(self) -> str:
         """One line about what became of all trajectories."""

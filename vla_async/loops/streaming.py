@@ -5,6 +5,11 @@ The picture is that of ``vla_async/trainer.py``. One update::
    TrajectoryQueue ──slot──▶ arrivals: read, stamp staleness, prepare (advantages)
        ──▶ Streamer ──micro-batch──▶ forward, backward (sum)   as trajectories come; kept for the epochs that follow
        ──▶ optimizer step(s) ──▶ WeightPublisher, version v+1 ──▶ the update's slots are free
+
+A slot holds a fragment of one env's decisions or, for an objective that needs whole episodes, one episode. For GRPO the k-th
+episodes of a group's envs start in the same state, and are handed on together as soon as the last of them has ended. An
+update in which no element is valid, because all groups were equal, makes no optimizer step. It counts all the same, and the
+weights are published again under the next version, so that a version is always a number of updates.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from vla_async.data.streamer import Streamer, valid_decisions
 from vla_async.envs.base import EnvSpec
 from vla_async.fabric import training_device
 from vla_async.loops.rollouts import Rollouts
+from vla_async.loops.slots import SlotPlan
 from vla_async.loops.sync import SyncFitLoop, rollout_metrics
 from vla_async.monitor.metrics import Meter
 from vla_async.placement import Placement
@@ -35,24 +41,26 @@ if TYPE_CHECKING:
 class StreamingFitLoop(SyncFitLoop):
     """Reinforcement learning in which rollouts, inference and training overlap, each as a setting.
 
-    Consumes: slots of the TrajectoryQueue, each a fragment of one env's decisions, at most η updates old.
-    Waits for: the next finished slot; for a slot in progress only where the bound on staleness asks for it.
+    Consumes: slots of the TrajectoryQueue, each a fragment of one env's decisions or an episode, at most η updates old.
+    Waits for: the next finished slot or group; for one in progress only where the bound on staleness asks for it.
     Produces: one update per ``fragments_per_update`` slots, then weights of the next version, then free slots.
     Unblocked by: the replicas, which hand finished slots over, and the supervisor, whose alarm ends every wait.
 
     Args:
-        decisions_per_env: T, the decisions of a fragment.
+        decisions_per_env: T, the decisions of a fragment; of no effect where slots hold whole episodes.
         update_epochs: passes over the global batch. The first takes what arrives in its order, if ``streamer``.
         mini_batch_size: decisions per optimizer step; the whole global batch by default.
-        micro_batch_size: decisions per forward and backward; by default a fragment at a time, if ``streamer``.
+        micro_batch_size: decisions per forward and backward; by default a fragment or group at a time, if ``streamer``.
         max_grad_norm: gradients are clipped to this norm; null for no clipping.
         env_timeout_s: an env that takes longer for a step or a reset is replaced.
-        fragments_per_update: fragments per global batch; one per env by default.
+        fragments_per_update: fragments, or episodes, per global batch; one per env by default. For GRPO a multiple of the
+            group size.
         train_async: let the envs go on while the trainer trains. Off: they wait for each update, so staleness is 0.
         streamer: train on what has arrived while the rest of the global batch is still being rolled out.
         async_interaction: let each env ask for its action on its own. Off: the envs of a replica decide in lockstep.
         max_staleness: η: no decision is consumed more than η updates after it was made. η + 1 global batches are in flight.
-        straggler: what becomes of a fragment in progress that would get too old: ``wait``, ``cut`` or ``drop``.
+        straggler: what becomes of a fragment in progress that would get too old: ``wait``, ``cut`` or ``drop``. A whole
+            episode cannot be cut; of one that is dropped, the group goes on without it.
         placement: which device plays which role.
         max_batch_size: Bmax, the most rows of a forward pass of a replica.
         max_wait_s: Tmax, how long the oldest request waits for others.
@@ -104,19 +112,34 @@ class StreamingFitLoop(SyncFitLoop):
         self._settings |= {"max_restarts": max_restarts, "env_timeout_s": env_timeout_s}
         FleetSettings(**self._settings)  # refuses what cannot work
         self._fleet: Fleet | None = None
+        self._rollouts: Rollouts | None = None
 
     def check(self, trainer: AsyncTrainer) -> None:
         """Refuse what cannot work, before any worker starts."""
         super().check(trainer)
-        self.placement.replicas([training_device(trainer.accelerator, trainer.device)])
-        make_shards(trainer.env, self.envs_per_worker, self.num_stages)
-        fragments, envs = self.fragments_per_update or trainer.env.num_envs, trainer.env.num_envs
-        room = (self.max_staleness + 1) * fragments
-        if room < envs:
+        if self._plan(trainer).grouping is not None and self.straggler == "cut":
             raise ValueError(
-                f"fit_loop.fragments_per_update={fragments} and max_staleness={self.max_staleness} have room for {room} "
-                f"fragments, fewer than env.num_envs={envs}, some of which could never run; raise either"
+                f"fit_loop.straggler='cut' would cut episodes that {type(trainer.policy.objective).__name__} needs whole; "
+                "choose wait or drop"
             )
+        self._plan(trainer).check_room(self.max_staleness)
+
+    def _plan(self, trainer: AsyncTrainer) -> SlotPlan:
+        assert trainer.policy.objective is not None  # SyncFitLoop has made sure of it
+        return SlotPlan.make(
+            trainer.env,
+            trainer.policy.objective,
+            decisions_per_env=self.decisions_per_env,
+            fragments_per_update=self.fragments_per_update,
+            envs_per_worker=self.envs_per_worker,
+            num_stages=self.num_stages,
+            num_replicas=len(self.placement.replicas([training_device(trainer.accelerator, trainer.device)])),
+            lockstep=not self.async_interaction,
+        )
+
+    def _global_batch(self, trainer: AsyncTrainer) -> tuple[int, str]:
+        plan = self._plan(trainer)
+        return plan.slots * plan.decisions, f"{plan.slots} trajectories of at most {plan.decisions}"
 
     def open(self, trainer: AsyncTrainer) -> EnvSpec:
         """Start the envs."""
@@ -124,7 +147,8 @@ class StreamingFitLoop(SyncFitLoop):
         devices = self.placement.replicas([training_device(trainer.accelerator, trainer.device)])
         autocast = torch.bfloat16 if trainer.precision == "bf16-mixed" else None
         settings = FleetSettings(policy_devices=devices, seed=trainer.seed, autocast=autocast, **self._settings)
-        shards, _ = make_shards(trainer.env, self.envs_per_worker, self.num_stages)
+        grouping = self._plan(trainer).grouping
+        shards, _ = make_shards(trainer.env, self.envs_per_worker, self.num_stages, grouping)
         self._fleet = Fleet(shards, settings)
         ready = self._fleet.open()
         assert ready.env_spec is not None
@@ -136,7 +160,10 @@ class StreamingFitLoop(SyncFitLoop):
         state = trainer.state.loop
         if state:
             self._shuffle.set_state(state["shuffle"])
-        rollouts = Rollouts(self._fleet, self, trainer, state.get("rollouts"))
+        rollouts = Rollouts(
+            self._fleet, self._plan(trainer), trainer, self.straggler, self.max_staleness, state.get("rollouts")
+        )
+        self._rollouts = rollouts
         while not trainer.should_stop:
             self._step_update(trainer, rollouts)
         print(rollouts.report())
@@ -199,8 +226,20 @@ class StreamingFitLoop(SyncFitLoop):
         if self.update_epochs > 1 and not over:
             self._epochs(trainer, torch.cat(kept), self.update_epochs - 1, meter)
 
+    def lower_staleness(self, max_staleness: int) -> None:
+        """Lower η while it runs, from the next update on; see :meth:`Rollouts.lower_staleness`.
+
+        Raises:
+            ValueError: if it cannot be lowered to that.
+            RuntimeError: if nothing runs.
+        """
+        if self._rollouts is None:
+            raise RuntimeError("max_staleness can be lowered here only while fit runs; set it in the recipe")
+        self._rollouts.lower_staleness(max_staleness)
+
     def close(self) -> None:
         """End the envs and the replicas."""
+        self._rollouts = None
         if self._fleet is not None:
             self._fleet.close()
         self._fleet = None

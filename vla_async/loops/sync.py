@@ -84,13 +84,15 @@ class SyncFitLoop(Loop):
 
     def check(self, trainer: AsyncTrainer) -> None:
         """Refuse what cannot work, before any worker starts."""
-        global_batch = trainer.env.num_envs * self.decisions_per_env
+        objective = trainer.policy.objective
+        if objective is None:
+            raise ValueError("model.objective is not set; fit needs one, for example vla_async.objectives.PPO")
+        global_batch, made_of = self._global_batch(trainer)
         for name, size in {"mini_batch_size": self.mini_batch_size, "micro_batch_size": self.micro_batch_size}.items():
             if size is not None and size > global_batch:
                 raise ValueError(
-                    f"fit_loop.{name}={size} is larger than the global batch of {global_batch} decisions "
-                    f"(env.num_envs={trainer.env.num_envs} times fit_loop.decisions_per_env={self.decisions_per_env}); "
-                    "lower it or collect more"
+                    f"fit_loop.{name}={size} is larger than the global batch of {global_batch} decisions ({made_of}); lower "
+                    "it or collect more"
                 )
         tasks = len(trainer.env.task_names)
         if not trainer.env.is_batched and trainer.env.num_envs < tasks:
@@ -98,12 +100,14 @@ class SyncFitLoop(Loop):
                 f"env.num_envs={trainer.env.num_envs} envs cannot train on {tasks} tasks, for each env runs one; "
                 f"raise it to at least {tasks}, or choose fewer tasks"
             )
-        objective = trainer.policy.objective
-        if objective is None:
-            raise ValueError("model.objective is not set; fit needs one, for example vla_async.objectives.PPO")
         if objective.needs_whole_episodes and type(self) is SyncFitLoop:
             name = type(objective).__name__
             raise ValueError(f"model.objective={name} needs whole episodes, which SyncFitLoop cuts; use StreamingFitLoop")
+
+    def _global_batch(self, trainer: AsyncTrainer) -> tuple[int, str]:
+        """The most decisions of an update, and what they come from."""
+        envs, each = trainer.env.num_envs, self.decisions_per_env
+        return envs * each, f"env.num_envs={envs} times fit_loop.decisions_per_env={each}"
 
     def open(self, trainer: AsyncTrainer) -> EnvSpec:
         """Start the envs."""
