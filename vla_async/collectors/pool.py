@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -45,13 +46,16 @@ class _Link:
 
 
 def worker_context() -> Any:
-    """Workers come from a server process that has imported torch once: quick to start, and safe beside CUDA.
-
-    Policies too, and Lightning with them: a worker imports the user's script, which will ask for them.
-    """
+    """Workers come from a server process that has imported torch once: quick to start, and safe beside CUDA."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["vla_async.collectors.worker", "vla_async.envs.chunked", "vla_async.policies"])
+    context.set_forkserver_preload(["vla_async.collectors.preload"])
     return context
+
+
+def warm_up() -> None:
+    """Start the server process that workers come from, without waiting for its imports."""
+    worker_context()
+    forkserver.ensure_running()
 
 
 class EnvPool:
