@@ -37,6 +37,7 @@ class Board:
         admitted: int64 ``[N]``, episodes that the row may begin in all; more than there can be, unless a slot holds one
             episode. By the consumer.
         state: int8 ``[S]``, a :class:`SlotState`. By whoever has the slot.
+        owner: int64 ``[S]``, the row that a slot was taken for; -1 once it is free again. By whoever has the slot.
         cut: bool ``[S]``, close the slot after the decision that is being made. By the consumer.
         busy_since: float64 ``[W]``, when a worker went into its env (monotonic seconds); 0 while it is out of it.
         claiming: int8 ``[W]``, 1 while a worker takes slots. By the worker.
@@ -53,12 +54,13 @@ class Board:
 
     def __init__(self, num_rows: int, num_slots: int, num_workers: int) -> None:
         per_row = dict.fromkeys(("slot", "step", "decisions", "episodes", "admitted"), Field((num_rows,), torch.int64))
-        per_slot = {"state": Field((num_slots,), torch.int8), "cut": Field((num_slots,), torch.bool)}
+        per_slot = {"state": Field((num_slots,), torch.int8), "owner": Field((num_slots,), torch.int64)}
+        per_slot["cut"] = Field((num_slots,), torch.bool)
         times = dict.fromkeys(("busy_since", "busy", "waiting"), Field((num_workers,), torch.float64))
         counts = {"claiming": Field((num_workers,), torch.int8), "env_steps": Field((num_workers,), torch.int64)}
         single = {"version": Field((1,), torch.int64)}
         self._attach(SharedBlock(per_row | per_slot | times | counts | single))
-        self.slot[:] = -1
+        self.slot[:] = self.owner[:] = -1
         self.admitted[:] = NO_LIMIT
 
     def _attach(self, block: SharedBlock) -> None:
@@ -69,6 +71,7 @@ class Board:
         self.episodes: NDArray[Any]
         self.admitted: NDArray[Any]
         self.state: NDArray[Any]
+        self.owner: NDArray[Any]
         self.cut: NDArray[Any]
         self.busy_since: NDArray[Any]
         self.claiming: NDArray[Any]

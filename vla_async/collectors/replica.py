@@ -169,7 +169,9 @@ class InferenceReplica:
         for row in rows:
             slot = int(self.board.slot[row])
             self.board.slot[row] = -1
-            if slot >= 0 and self.board.state[slot] in (SlotState.FREE, SlotState.ACTING):  # else it was finished before
+            # a worker may have ended when it had told of a finished slot, but still had it; by now that is another row's
+            is_lost = slot >= 0 and self.board.owner[slot] == row
+            if is_lost and self.board.state[slot] in (SlotState.FREE, SlotState.ACTING):  # else it was finished before
                 if not self.slab.layout.spans_episodes:  # the next worker plays all that was admitted but this
                     number = int(self._leaves[TRAJ_IDS][slot * self.slab.layout.rows_per_slot])
                     self.board.episodes[row] = number // len(self.board.slot) + 1

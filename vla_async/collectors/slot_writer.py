@@ -92,8 +92,9 @@ class SlotWriter:
         self.board.cut[slots] = False
         if not self._spans:
             self._traj_ids[first] = self._numbers(rows, self._episodes[rows])
-        # from here on a slot can be lost with this worker: the replica then reads which episode it was
         self._slot[rows], self._step[rows] = slots, 0
+        # from here on a slot can be lost with this worker: the replica then reads which episode it was
+        self.board.owner[slots] = self.rows.start + rows
         if not self._spans:
             self._episodes[rows] += 1
         self.board.state[slots] = SlotState.ACTING

@@ -193,8 +193,8 @@ class TrajectoryQueue:
             # none is left to take, so what a living worker took before is known as soon as it is through
             while workers_claiming():
                 threading.Event().wait(0.001)
-            owned = set(self.board.slot.tolist())
-            lost = {slot for slot in np.flatnonzero(self.board.state == SlotState.FREE).tolist() if slot not in free | owned}
+            nobodys = np.flatnonzero((self.board.state == SlotState.FREE) & (self.board.owner < 0))
+            lost = set(nobodys.tolist()) - free
             for slot in sorted(free | lost):
                 self._free.send(slot)
 
@@ -204,7 +204,7 @@ class TrajectoryQueue:
         self.board.state[withheld] = SlotState.WITHHELD
         with self._lock:
             for slot in free:
-                self.board.state[slot] = SlotState.FREE
+                self.board.owner[slot], self.board.state[slot] = -1, SlotState.FREE
                 self._free.send(slot)
         if self._groups is not None:
             self._groups.freed(len(free))
