@@ -38,23 +38,25 @@ def child_processes(parent: int) -> dict[int, str]:
     return children
 
 
-def _is_shared(command: str) -> bool:
-    """Whether a child serves the whole test process, as multiprocessing's own helpers do."""
-    return "resource_tracker" in command or "forkserver" in command
+def started_processes() -> dict[int, str]:
+    """What the tests have started: the children of this process, and those of its fork server, which look like it.
+
+    Left out is what serves the whole test process: the fork server itself, and the tracker of resources.
+    """
+    children = child_processes(os.getpid())
+    workers = [child_processes(pid) for pid, command in children.items() if "forkserver" in command]
+    own = {pid: text for pid, text in children.items() if "resource_tracker" not in text and "forkserver" not in text}
+    return {pid: command for group in [own, *workers] for pid, command in group.items()}
 
 
 @pytest.fixture(autouse=True)
 def no_process_left() -> Iterator[None]:
     """Fail a test that leaves a child process behind; it gets some seconds to end what it has told to end."""
-    before = child_processes(os.getpid())
+    before = started_processes()
     yield
     give_up = time.monotonic() + 5.0
     while True:
-        left = {
-            pid: command
-            for pid, command in child_processes(os.getpid()).items()
-            if pid not in before and not _is_shared(command)
-        }
+        left = {pid: command for pid, command in started_processes().items() if pid not in before}
         if not left:
             return
         if time.monotonic() > give_up:
