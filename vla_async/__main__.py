@@ -17,7 +17,7 @@ from vla_async.refusals import ConfigError, check_command_line
 # what a disk or its owner refuses: for the user to mend, whichever library was writing
 _REFUSED_BY_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
-HELP = """usage: vla-async {fit,validate,test,sft,collect} --config FILE [--config FILE ...] [--SECTION.KEY VALUE ...]
+HELP = """usage: vla-async {fit,validate,test,sft,collect,ablate} --config FILE [--config FILE ...] [--SECTION.KEY VALUE ...]
 
 subcommands:
   collect    let a scripted controller collect demonstrations
@@ -25,16 +25,19 @@ subcommands:
   fit        improve a policy by reinforcement learning
   validate   evaluate a policy on the validation seeds
   test       evaluate a policy on the test seeds
+  ablate     run fit with one level of asynchrony after the other, and compare them
 
 examples:
   vla-async fit --config recipes/toy_ppo.yaml
   vla-async fit --config recipes/toy_ppo.yaml --trainer.max_steps 10 --env.num_envs 8
   vla-async fit --config recipes/toy_ppo.yaml --ckpt_path last       resume the newest run of this name
   vla-async test --config recipes/toy_ppo.yaml --ckpt_path best
+  vla-async ablate --config recipes/toy_ppo.yaml --steps 20 --repeats 3
   vla-async fit --config recipes/toy_ppo.yaml --print_config         show all settings, with their values
 
 more:
   vla-async fit --help                        all settings
+  vla-async ablate --help                     its own options; all others are fit's
   vla-async fit --model.help TinyVLAPolicy    the settings of a class
   VLA_ASYNC_DEBUG=1 vla-async ...             errors with their traceback
 """
@@ -58,6 +61,11 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.path.append(os.getcwd())  # a class_path may name a module of the user's own, as with `python -m`
     try:
         check_command_line(args)
+        if args[0] == "ablate":
+            from vla_async.ablation import ablate
+
+            ablate(args[1:])
+            return 0
         gc.disable()  # importing makes objects and no garbage, and looking for it takes a third of the time
         from vla_async.cli import VLACLI
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-SUBCOMMANDS = ("fit", "validate", "test", "sft", "collect")
+SUBCOMMANDS = ("fit", "validate", "test", "sft", "collect")  # those that VLACLI carries out
+COMMANDS = (*SUBCOMMANDS, "ablate")
 _SECTIONS = ("trainer", "model", "env")
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true, false", "str": "a text", "Sequence": "a list"}
 _ELSEWHERE = {"seed_everything": "trainer.seed", "data": "env", "policy": "model", "trainer.logger": "trainer.loggers"}
@@ -32,13 +33,13 @@ def check_command_line(args: Sequence[str]) -> None:
     """
     if not args:
         raise ConfigError(
-            f"no subcommand; choose {_listed(SUBCOMMANDS)}, for example: vla-async fit --config recipes/toy_ppo.yaml"
+            f"no subcommand; choose {_listed(COMMANDS)}, for example: vla-async fit --config recipes/toy_ppo.yaml"
         )
-    if args[0] not in SUBCOMMANDS:
+    if args[0] not in COMMANDS:
         if args[0].startswith("-"):
-            raise ConfigError(f"the subcommand comes first ({_listed(SUBCOMMANDS)}), and {args[0]} after it")
+            raise ConfigError(f"the subcommand comes first ({_listed(COMMANDS)}), and {args[0]} after it")
         raise ConfigError(
-            f"there is no subcommand {args[0]!r}{_closest(args[0], SUBCOMMANDS)}; choose {_listed(SUBCOMMANDS)}"
+            f"there is no subcommand {args[0]!r}{_closest(args[0], COMMANDS)}; choose {_listed(COMMANDS)}"
         )
     for position, arg in enumerate(args):
         name, is_joined, value = arg.partition("=")

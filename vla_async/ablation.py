@@ -1,0 +1,300 @@
+"""``vla-async ablate``: the same recipe five times, with one more level of asynchrony each time.
+
+The rows are those of RL-VLA³'s ablation (Guo et al., arXiv 2603.11101, table 3). Each is a line of overrides for
+``vla-async fit``, runs in a process of its own, and differs from the row above in one switch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import importlib
+import io
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vla_async.refusals import ConfigError
+
+if TYPE_CHECKING:
+    from vla_async.monitor.report import Table
+
+SWITCHES = ("placement", "train_async", "async_interaction", "streamer")
+_LOOP = "--trainer.fit_loop."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what ``fit`` is run with, beside the recipe."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+    @property
+    def slug(self) -> str:
+        """The name as one of a directory."""
+        return "-".join("".join(letter if letter.isalnum() else " " for letter in self.name).split())
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one run did after its first updates. NaN is what its loop does not log.
+
+    Attributes:
+        env_steps_per_s: env steps trained on per second of wall clock, validation left out.
+        update_s: seconds per update.
+        wait_s: seconds per update in which the trainer had nothing to train on.
+        last_arrival_to_step_s: from when the trainer had the last trajectory of an update to the end of the first epoch.
+        worker_idle: share of the time in which the env workers waited for decisions or slots.
+        replica_idle: share of the time in which the replicas had no request.
+        trainer_idle: share of the time in which the trainer had no data.
+        staleness_mean: of the trajectories that were trained on.
+        staleness_max: of the trajectories that were trained on.
+        success: success_once of the last validation.
+    """
+
+    env_steps_per_s: float
+    update_s: float
+    wait_s: float
+    last_arrival_to_step_s: float
+    worker_idle: float
+    replica_idle: float
+    trainer_idle: float
+    staleness_mean: float
+    staleness_max: float
+    success: float
+
+
+def ablation_rows(placement: Mapping[str, Any]) -> list[Row]:
+    """The five rows.
+
+    Args:
+        placement: the ``Placement`` of the rows whose roles are split.
+    """
+    together = {"placement": '{"mode": "colocated"}', "train_async": "false", "async_interaction": "false"}
+    together["streamer"] = "false"
+    rows = [("co-located", together)]
+    for name, switch, value in (
+        (str(placement["mode"]), "placement", json.dumps(placement)),
+        ("+ train_async", "train_async", "true"),
+        ("+ async_interaction", "async_interaction", "true"),
+        ("+ streamer", "streamer", "true"),
+    ):
+        rows.append((name, {**rows[-1][1], switch: value}))
+    return [Row(name, tuple(f"{_LOOP}{switch}={values[switch]}" for switch in SWITCHES)) for name, values in rows]
+
+
+def ablate(args: Sequence[str]) -> dict[str, list[Figures]]:
+    """Run the rows as the command line says, print the table, and save the figures if asked.
+
+    Args:
+        args: what follows ``ablate``.
+
+    Raises:
+        ConfigError: if the command line or the recipe is wrong; its message names the key and the choices.
+        RuntimeError: if a row fails, with what it said.
+    """
+    options, rest = _parse(args)
+    for arg in rest:
+        if arg.partition("=")[0].removeprefix(_LOOP).removeprefix("init_args.") in SWITCHES[1:]:
+            raise ConfigError(f"{arg.partition('=')[0]} is what ablate turns on and off itself; leave it out")
+    config = resolve(rest)
+    placement = prepare(config["trainer"])
+    config["trainer"] |= {"max_steps": options.steps, "max_env_steps": None}
+    if config["trainer"]["val_every_n_steps"]:  # before the first step and after the last, where nothing else runs
+        config["trainer"]["val_every_n_steps"] = options.steps
+    from vla_async.run_directory import RunDirectory
+
+    trainer = config["trainer"]
+    directory = RunDirectory.create(Path(trainer["root_dir"]), f"{trainer['name']}_ablation").path
+    results = measure(ablation_rows(placement), config, directory, options.repeats, say=lambda text: print(text, flush=True))
+    ablation_table(results, f"{trainer['name']}, {options.steps} updates per run").print()
+    print(f"run directory: {directory}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(to_json(results), indent=1))
+    return results
+
+
+def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> Any:
+            raise ConfigError(message.removeprefix("argument "))
+
+    usage = "vla-async ablate --config FILE [--steps N] [--repeats R] [--json FILE] [--SECTION.KEY VALUE ...]"
+    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=_at_least(4), default=20, help="updates per run; the first quarter does not count")
+    parser.add_argument("--repeats", type=_at_least(1), default=1, help="runs per row; the table shows their median")
+    parser.add_argument("--json", type=Path, help="file for the figures of all runs")
+    options, rest = parser.parse_known_args(args)
+    if not any(arg.partition("=")[0] in ("-c", "--config") for arg in rest):
+        raise ConfigError("ablate needs a recipe, for example: vla-async ablate --config recipes/toy_ppo.yaml")
+    return options, rest
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.lstrip("-").isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least {least}")
+        return int(text)
+
+    return parse
+
+
+def resolve(args: Sequence[str]) -> dict[str, Any]:
+    """The complete configuration of ``vla-async fit ARGS``, as plain values.
+
+    Raises:
+        ConfigError: if it is wrong.
+    """
+    import yaml
+
+    from vla_async.cli import VLACLI
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        VLACLI(["fit", *args, "--print_config"])
+    config: dict[str, Any] = yaml.safe_load(printed.getvalue())
+    return config
+
+
+def prepare(trainer: dict[str, Any]) -> dict[str, Any]:
+    """Give a trainer's configuration a ``StreamingFitLoop``, and return the placement of the rows that split the roles.
+
+    Raises:
+        ConfigError: if its loop, or its devices, allow no ablation.
+    """
+    from vla_async.fabric import resolve_accelerator
+    from vla_async.loops import StreamingFitLoop, SyncFitLoop
+
+    module, _, name = trainer["fit_loop"]["class_path"].rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    if kind is SyncFitLoop:  # all of its settings are also the other's
+        trainer["fit_loop"]["class_path"] = f"vla_async.loops.{StreamingFitLoop.__name__}"
+    elif not issubclass(kind, StreamingFitLoop):
+        raise ConfigError(f"trainer.fit_loop={name} has no levels of asynchrony; ablate needs a StreamingFitLoop")
+    settings = trainer["fit_loop"].get("init_args", {})
+    if settings.get("max_staleness", 1) == 0:
+        raise ConfigError("trainer.fit_loop.max_staleness=0 lets no rollout run beside training; set it to 1 or more")
+    given: dict[str, Any] | None = settings.pop("placement", None)
+    if given is not None and given["mode"] != "colocated":
+        return given
+    if resolve_accelerator(trainer["accelerator"]) == "cpu":
+        return {"mode": "disaggregated", "rollout_devices": (given or {}).get("rollout_devices") or ["cpu"]}
+    raise ConfigError(
+        "trainer.fit_loop.placement names no devices for the rows whose roles are split; set it in a StreamingFitLoop, for "
+        "example --trainer.fit_loop=StreamingFitLoop "
+        "'--trainer.fit_loop.placement={mode: disaggregated, rollout_devices: [cuda:1]}'"
+    )
+
+
+def measure(
+    rows: Sequence[Row], config: Mapping[str, Any], directory: Path, repeats: int, say: Callable[[str], None]
+) -> dict[str, list[Figures]]:
+    """Run every row so many times, going round the rows so that none has the quieter hour.
+
+    Args:
+        rows: what to run.
+        config: the recipe, with its ``trainer.max_steps``.
+        directory: where the recipe, the runs and what they say are written.
+        repeats: how often.
+        say: is told how far it is.
+
+    Raises:
+        RuntimeError: if a run fails, with what it said.
+    """
+    import yaml
+
+    recipe = directory / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+    results: dict[str, list[Figures]] = {row.name: [] for row in rows}
+    for repeat in range(1, repeats + 1):
+        for row in rows:
+            name = f"{row.slug}-{repeat}"
+            command = ["fit", "--config", str(recipe), *row.overrides, f"--trainer.root_dir={directory}"]
+            _run([*command, f"--trainer.name={name}"], directory / f"{name}.log", row.name)
+            (metrics,) = (directory / name).glob("*/metrics.csv")
+            results[row.name].append(read_figures(metrics, skip=max(1, config["trainer"]["max_steps"] // 4)))
+            say(f"  {row.name} {repeat}/{repeats}: {results[row.name][-1].env_steps_per_s:,.1f} env steps/s")
+    return results
+
+
+def _run(args: Sequence[str], log: Path, name: str) -> None:
+    with log.open("w") as out:
+        process = subprocess.Popen([sys.executable, "-m", "vla_async", *args], stdout=out, stderr=subprocess.STDOUT)
+        try:
+            process.wait()
+        except BaseException:
+            process.wait()  # Ctrl-C has reached it too
+            raise
+    if process.returncode:
+        said = [line for line in log.read_text().splitlines() if line.strip()]
+        problem = said[-1].removeprefix("vla-async: ") if said else f"exit code {process.returncode}"
+        raise RuntimeError(f"row {name!r} failed: {problem}\n  all that it said: {log}")
+
+
+def read_figures(metrics: Path, skip: int) -> Figures:
+    """What a run's ``metrics.csv`` says of the updates after the first ``skip``."""
+    with metrics.open() as file:
+        lines = [{name: float(value) for name, value in line.items() if value} for line in csv.DictReader(file)]
+    updates = [line for line in lines if "time/env_steps_per_s" in line]
+    first, last, kept = updates[skip - 1], updates[-1], updates[skip:]
+    elapsed = last["elapsed_s"] - first["elapsed_s"]
+
+    def values(name: str) -> list[float]:
+        return [line.get(name, math.nan) for line in kept]
+
+    def share(name: str) -> float:  # of the time, so that a long update counts for more
+        times = values("time/update_s")
+        return sum(part * time for part, time in zip(values(name), times, strict=True)) / sum(times)
+
+    return Figures(
+        env_steps_per_s=(last["env_steps"] - first["env_steps"]) / elapsed,
+        update_s=elapsed / len(kept),
+        wait_s=statistics.mean(values("time/wait_s")),
+        last_arrival_to_step_s=statistics.median(values("time/last_arrival_to_step_s")),
+        worker_idle=share("worker/idle_share"),
+        replica_idle=share("replica/idle_share"),
+        trainer_idle=share("trainer/idle_share"),
+        staleness_mean=statistics.mean(values("staleness/mean")),
+        staleness_max=max(values("staleness/max")),
+        success=[math.nan, *(line["validate/success_once"] for line in lines if "validate/success_once" in line)][-1],
+    )
+
+
+def median(runs: Sequence[Figures]) -> Figures:
+    """Each figure's median over runs."""
+    return Figures(**{f.name: statistics.median(getattr(run, f.name) for run in runs) for f in dataclasses.fields(Figures)})
+
+
+def ablation_table(results: Mapping[str, Sequence[Figures]], title: str) -> Table:
+    """The medians, each row's rate relative to the first one's."""
+    from vla_async.monitor.report import Table
+
+    header = ["", "env steps/s", "vs first", "idle: env workers", "replicas", "trainer", "staleness mean", "max", "success"]
+    table, base = Table(header, title=title), median(next(iter(results.values())))
+    for name, runs in results.items():
+        row = median(runs)
+        idle = [_text(share, ".0%") for share in (row.worker_idle, row.replica_idle, row.trainer_idle)]
+        age = [_text(row.staleness_mean, ".2f"), _text(row.staleness_max, ".0f")]
+        gain = f"{row.env_steps_per_s / base.env_steps_per_s - 1.0:+.0%}"
+        table.rows.append([name, f"{row.env_steps_per_s:,.1f}", gain, *idle, *age, _text(row.success, ".2f")])
+    return table
+
+
+def _text(value: float, how: str) -> str:
+    return "–" if math.isnan(value) else format(value, how)
+
+
+def to_json(results: Mapping[str, Sequence[Figures]]) -> dict[str, list[dict[str, float | None]]]:
+    """All figures as JSON can hold them: null for what was not logged."""
+    return {
+        name: [{key: None if math.isnan(value) else value for key, value in vars(run).items()} for run in runs]
+        for name, runs in results.items()
+    }
