@@ -28,13 +28,12 @@ from vla_async.collectors.orders import (
     FleetSettings,
     ReplicaOrders,
     ReplicaReady,
-    ReplicaSettings,
     RowCounts,
     WorkerOrders,
 )
 from vla_async.collectors.pool import WorkerError, worker_context
 from vla_async.collectors.processes import Member, end_members, gather, start_member
-from vla_async.collectors.replica import run_replica
+from vla_async.collectors.replica_process import run_replica
 from vla_async.collectors.slab import TRAJ_IDS, Leaf, Slab, SlabLayout
 from vla_async.collectors.supervisor import Supervisor
 from vla_async.collectors.tally import Tally, summary
@@ -150,8 +149,8 @@ class Fleet:
         self._send_orders()
         self._supervisor = self._make_supervisor()
         groups = None if grouping is None else GroupLedger(grouping, self.slab, self.board, self._wake)
-        finished, free = self._wires.finished, self._wires.free
-        self.queue = TrajectoryQueue(self.slab, self.board, finished, free, self._supervisor.check, groups)
+        wires = self._wires
+        self.queue = TrajectoryQueue(self.slab, self.board, wires.finished, wires.free, self._supervisor.check, groups)
         self._supervisor.start()
         if self.publisher is not None:
             self.publisher.confirm()
@@ -160,10 +159,8 @@ class Fleet:
         self.queue.open()
 
     def _all_leaves(self, ready: ReplicaReady) -> tuple[Leaf, ...]:
-        written = {leaf.key: leaf for leaf in ready.writes}
-        own = [VERSION_LEAF, Leaf(TRAJ_IDS, (), torch.int64, "decision")]
-        merged = {leaf.key: leaf for leaf in self._leaves} | written
-        return (*merged.values(), *own)
+        merged = {leaf.key: leaf for leaf in (*self._leaves, *ready.writes)}
+        return (*merged.values(), VERSION_LEAF, Leaf(TRAJ_IDS, (), torch.int64, "decision"))
 
     def _most_rows(self, replica: int) -> int:
         rows = sum(len(env.rows) for env in self.envs if env.replica == replica)
@@ -204,19 +201,7 @@ class Fleet:
         return start_member(self._context, f"env worker {number}", run_env_worker, *arguments)
 
     def _start_replica(self, number: int, device: torch.device) -> Member:
-        settings = self.settings
-        own = ReplicaSettings(
-            device=device,
-            max_batch_size=settings.max_batch_size or 2**31,
-            max_wait_s=settings.max_wait_s,
-            lockstep=not settings.async_interaction,
-            seed=settings.seed,
-            exploration_type=settings.exploration_type,
-            autocast=settings.autocast,
-            batch_sizes=None if settings.batch_sizes is None else tuple(settings.batch_sizes),
-            compile_policy=settings.compile_policy,
-            num_threads=settings.num_threads,
-        )
+        own = self.settings.of_replica(device)
         return start_member(self._context, f"replica {number}", run_replica, number, own, self._wires)
 
     def _replace_worker(self, number: int) -> Member:
@@ -285,10 +270,13 @@ class Fleet:
         """
         board, uptime = self.board, clock() - self._began
         stats = summary(self.tallies) | {f"queue/{name}": number for name, number in self.queue.counts().items()}
-        stats |= {"env_steps": int(board.env_steps.sum()), "env_steps/per_worker": board.env_steps.tolist()}
+        stats |= {
+            "slab/bytes": self.slab.layout.nbytes,
+            "env_steps": int(board.env_steps.sum()),
+            "env_steps/per_worker": board.env_steps.tolist(),
+        }
         stats |= {"worker/busy_s": board.busy.tolist(), "worker/idle_share": 1.0 - float(board.busy.mean()) / uptime}
-        stats |= {"worker/waiting_for_slots_s": board.waiting.tolist(), "restarts": self.restarts, "uptime_s": uptime}
-        return stats | {"slab/bytes": self.slab.layout.nbytes}
+        return stats | {"worker/waiting_for_slots_s": board.waiting.tolist(), "restarts": self.restarts, "uptime_s": uptime}
 
     @property
     def counts(self) -> RowCounts:

@@ -184,6 +184,21 @@ class FleetSettings:
         if self.batch_sizes is not None and min(self.batch_sizes, default=0) < 1:
             raise ValueError(f"batch_sizes={list(self.batch_sizes)} must be one or more sizes of at least 1, or None")
 
+    def of_replica(self, device: torch.device) -> ReplicaSettings:
+        """The settings of the replica on a device."""
+        return ReplicaSettings(
+            device=device,
+            max_batch_size=self.max_batch_size or 2**31,
+            max_wait_s=self.max_wait_s,
+            lockstep=not self.async_interaction,
+            seed=self.seed,
+            exploration_type=self.exploration_type,
+            autocast=self.autocast,
+            batch_sizes=None if self.batch_sizes is None else tuple(self.batch_sizes),
+            compile_policy=self.compile_policy,
+            num_threads=self.num_threads,
+        )
+
     @property
     def devices(self) -> list[torch.device]:
         """The device of each replica."""

@@ -6,7 +6,7 @@ The trainer and the collectors too: a worker imports the user's script, which wi
 import gc
 
 import vla_async.collectors.env_worker
-import vla_async.collectors.replica
+import vla_async.collectors.replica_process
 import vla_async.collectors.streaming
 import vla_async.collectors.worker
 import vla_async.envs

@@ -1,30 +1,23 @@
-"""The process of an ``InferenceReplica``: a copy of the policy on one device, which answers the envs in dynamic batches."""
+"""``InferenceReplica``: a copy of the policy on one device, which answers the envs in dynamic batches."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-import pickle
 import select
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torchrl.envs.utils import set_exploration_type
 
 from vla_async import keys
 from vla_async.collectors.acting import VERSION_LEAF, ActingPolicy
 from vla_async.collectors.batcher import DynamicBatcher, Share
 from vla_async.collectors.board import SlotState
-from vla_async.collectors.orders import ReplicaOrders, ReplicaReady, ReplicaSettings
-from vla_async.collectors.slab import TRAJ_IDS, Key, Leaf, read_texts
+from vla_async.collectors.complaint import Complaint
+from vla_async.collectors.orders import ReplicaOrders, ReplicaSettings
+from vla_async.collectors.slab import TRAJ_IDS, Key, Leaf
 from vla_async.collectors.slot_writer import numpy_rows
 from vla_async.collectors.wires import PAUSED, Ask, EnvAddress, Wires, clock
-from vla_async.collectors.worker import Reporting, leave_signals_to_parent
-from vla_async.rng import fold
 from vla_async.weights.publisher import WeightReceiver
 
 
@@ -57,6 +50,7 @@ class InferenceReplica:
     ) -> None:
         self.number, self.acting, self.settings, self.orders, self.wires = number, acting, settings, orders, wires
         self.slab, self.board = orders.slab, orders.board
+        self._complaint = Complaint(orders.slab, orders.board, acting.reads)
         self._envs = {address.rows.start: address for address in orders.envs}
         rows = max(1, sum(len(address.rows) for address in orders.envs))  # one that has no envs is legal
         # when all rows wait, nothing else can come
@@ -207,7 +201,8 @@ class InferenceReplica:
             try:
                 made = self.acting.decide(self._gather, rows, request_keys, self._least)
             except Exception as error:
-                raise RuntimeError(f"the policy failed on a batch of {len(rows)} rows; {self._describe(rows)}") from error
+                about = self._complaint.about(rows, self.version)
+                raise RuntimeError(f"the policy failed on a batch of {len(rows)} rows; {about}") from error
             self._write(made, rows, decisions)
         for share in batch:
             self._tell(share)
@@ -243,7 +238,7 @@ class InferenceReplica:
 
     def _write(self, made: dict[Key, Tensor], rows: Tensor, decisions: int) -> None:
         """Write what was decided into the rows; of the ends of slots, which come last, the value alone."""
-        self._check_finite(made if decisions else {(keys.VALUE,): made[(keys.VALUE,)]}, rows)
+        self._complaint.check_finite(made if decisions else {(keys.VALUE,): made[(keys.VALUE,)]}, rows, self.version)
         where = rows.numpy()  # NumPy's indexing costs half of torch's
         if decisions < len(rows):
             self._arrays[(keys.VALUE,)][where[decisions:]] = numpy_rows(made[(keys.VALUE,)])[decisions:]
@@ -254,20 +249,6 @@ class InferenceReplica:
             self._arrays[leaf.key][where + 1 if leaf.carried else where] = numpy_rows(made[leaf.key])[:decisions]
         self._arrays[(keys.POLICY_VERSION,)][where] = self.version
 
-    def _check_finite(self, made: dict[Key, Tensor], rows: Tensor) -> None:
-        for key, value in made.items():
-            # the sum is finite if all are, unless it overflows
-            if value.is_floating_point() and not math.isfinite(value.sum()) and not bool(torch.isfinite(value).all()):
-                wrong = rows[~torch.isfinite(value).reshape(len(value), -1).all(-1)]
-                raise FloatingPointError(f"the policy's {'.'.join(key)} is not finite; {self._describe(wrong)}")
-
-    def _describe(self, rows: Tensor) -> str:
-        """For an error: which envs some rows belong to, and what the policy saw there."""
-        slots = np.unique(rows.numpy() // self.slab.layout.rows_per_slot)
-        envs = np.flatnonzero(np.isin(self.board.slot, slots)).tolist()
-        seen = [_summary(leaf, self._leaves[leaf.key][rows]) for leaf in self.acting.reads]
-        return f"it was for env {envs}, with weights of version {self.version}; the input was {'; '.join(seen)}"
-
     def _tell(self, share: Share[_Request]) -> None:
         """Wake the env, or hand the slot over, that a share belongs to."""
         request, count = share.request, share.stop - share.start
@@ -277,31 +258,3 @@ class InferenceReplica:
         request.answered += count
         if request.rows is not None and request.answered == len(request.rows):
             self._hand_over(request.slot)
-
-
-def _summary(leaf: Leaf, value: Tensor) -> str:
-    name, dtype = ".".join(leaf.key), str(leaf.dtype).removeprefix("torch.")
-    if leaf.is_text:
-        return f"{name} {read_texts(value, value.shape[:1]).tolist()[:3]}"
-    numbers = value.double()
-    span = f"in [{numbers.min():g}, {numbers.max():g}]" if bool(torch.isfinite(numbers).all()) else "not finite"
-    return f"{name} {dtype} {list(value.shape)} {span}"
-
-
-def run_replica(link: Connection, number: int, settings: ReplicaSettings, wires: Wires) -> None:
-    """Body of the process: get the policy and the leaves, say what it writes, then serve until told to stop."""
-    leave_signals_to_parent()
-    torch.set_num_threads(settings.num_threads)
-    torch.manual_seed(fold(settings.seed, "replica", number) % 2**63)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # nobody is left to tell
-        pickled, leaves = link.recv()
-        with Reporting(link), set_exploration_type(settings.exploration_type):
-            policy = pickle.loads(pickled)
-            if settings.compile_policy and isinstance(policy, nn.Module):
-                policy.compile(mode="reduce-overhead" if settings.device.type == "cuda" else None)
-            device, sizes = settings.device, settings.batch_sizes
-            acting = ActingPolicy(policy, leaves, device=device, autocast=settings.autocast, batch_sizes=sizes)
-            link.send(ReplicaReady(acting.writes, acting.has_value))
-        orders: ReplicaOrders = link.recv()
-        with Reporting(link), set_exploration_type(settings.exploration_type), torch.no_grad():
-            InferenceReplica(number, acting, settings, orders, wires).run()

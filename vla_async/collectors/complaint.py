@@ -1,0 +1,54 @@
+"""What a replica says when a policy fails, or computes what is not finite: which envs it was for, and what it saw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vla_async.collectors.board import Board
+from vla_async.collectors.slab import Key, Leaf, Slab, read_texts
+
+
+class Complaint:
+    """Describes rows of a slab.
+
+    Args:
+        slab: where the rows are.
+        board: shared bookkeeping.
+        reads: what the policy sees.
+    """
+
+    def __init__(self, slab: Slab, board: Board, reads: Sequence[Leaf]) -> None:
+        self.slab, self.board, self.reads = slab, board, reads
+
+    def check_finite(self, made: Mapping[Key, Tensor], rows: Tensor, version: int) -> None:
+        """Refuse what is not finite.
+
+        Raises:
+            FloatingPointError: names it, the envs and the input.
+        """
+        for key, value in made.items():
+            # the sum is finite if all are, unless it overflows
+            if value.is_floating_point() and not math.isfinite(value.sum()) and not bool(torch.isfinite(value).all()):
+                wrong = rows[~torch.isfinite(value).reshape(len(value), -1).all(-1)]
+                raise FloatingPointError(f"the policy's {'.'.join(key)} is not finite; {self.about(wrong, version)}")
+
+    def about(self, rows: Tensor, version: int) -> str:
+        """Which envs some rows belong to, which weights decided, and what the policy saw there."""
+        slots = np.unique(rows.numpy() // self.slab.layout.rows_per_slot)
+        envs = np.flatnonzero(np.isin(self.board.slot, slots)).tolist()
+        seen = [_summary(leaf, self.slab.rows(leaf.key)[rows]) for leaf in self.reads]
+        return f"it was for env {envs}, with weights of version {version}; the input was {'; '.join(seen)}"
+
+
+def _summary(leaf: Leaf, value: Tensor) -> str:
+    name, dtype = ".".join(leaf.key), str(leaf.dtype).removeprefix("torch.")
+    if leaf.is_text:
+        return f"{name} {read_texts(value, value.shape[:1]).tolist()[:3]}"
+    numbers = value.double()
+    span = f"in [{numbers.min():g}, {numbers.max():g}]" if bool(torch.isfinite(numbers).all()) else "not finite"
+    return f"{name} {dtype} {list(value.shape)} {span}"
