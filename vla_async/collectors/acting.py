@@ -158,15 +158,17 @@ class ActingPolicy:
         made = {}
         for leaf in self.writes:
             key = ("next", *leaf.key) if leaf.carried else leaf.key
-            made[leaf.key] = outputs.get(key)[:size].to("cpu", non_blocking=True)
+            value = outputs.get(key)
+            made[leaf.key] = value if len(value) == size else value[:size]
         if self.device.type == "cuda":
+            made = {key: value.to("cpu", non_blocking=True) for key, value in made.items()}
             torch.cuda.current_stream(self.device).synchronize()
         return made
 
     def _filled(self, values: Tensor, least: int) -> Tensor:
         """Padded to the next allowed batch size."""
         least = max(least, len(values))
-        size = next((size for size in self._sizes if size >= least), least)
+        size = next((size for size in self._sizes if size >= least), least) if self._sizes else least
         return values if size == len(values) else torch.cat([values, values[:1].expand(size - len(values))])
 
     def _staging(self, leaf: Leaf, size: int) -> Tensor | None:
