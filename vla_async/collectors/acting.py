@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrl.data import TensorSpec
 
 from vla_async import keys
-from vla_async.collectors.slab import Key, Leaf, read_texts
+from vla_async.collectors.slab import TRAJ_IDS, Key, Leaf, read_texts
 from vla_async.policies.base import VLAPolicy
 
 VERSION_LEAF = Leaf((keys.POLICY_VERSION,), (1,), torch.int64, "decision")
@@ -204,6 +204,12 @@ def _tuple(key: Any) -> Key:
 
 def _to(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True)
+
+
+def all_leaves(given: Sequence[Leaf], written: Sequence[Leaf]) -> tuple[Leaf, ...]:
+    """What a slab holds: what the envs give, what the policy writes (which counts where both do), and who did it when."""
+    merged = {leaf.key: leaf for leaf in given} | {leaf.key: leaf for leaf in written}
+    return (*merged.values(), VERSION_LEAF, Leaf(TRAJ_IDS, (), torch.int64, "decision"))
 
 
 def portable(policy: Any) -> Any:

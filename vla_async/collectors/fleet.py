@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 from torch import nn
 
-from vla_async.collectors.acting import VERSION_LEAF, RandomActions, portable
+from vla_async.collectors.acting import RandomActions, all_leaves, portable
 from vla_async.collectors.board import Board
 from vla_async.collectors.env_worker import EnvSource, run_env_worker
 from vla_async.collectors.groups import Grouping
@@ -34,7 +34,7 @@ from vla_async.collectors.orders import (
 from vla_async.collectors.pool import WorkerError, worker_context
 from vla_async.collectors.processes import Member, end_members, gather, start_member
 from vla_async.collectors.replica_process import run_replica
-from vla_async.collectors.slab import TRAJ_IDS, Leaf, Slab, SlabLayout
+from vla_async.collectors.slab import Slab, SlabLayout, human_bytes
 from vla_async.collectors.supervisor import Supervisor
 from vla_async.collectors.tally import Tally, summary
 from vla_async.collectors.wires import ADMITTED, ALARM, PAUSED, STOPPED, Ask, EnvAddress, Wires, clock
@@ -129,8 +129,9 @@ class Fleet:
         for replica in self._replicas:
             replica.link.send((pickled, self._leaves))
         ready = gather(ReplicaReady, self._replicas, self.settings.start_timeout_s)
-        layout = SlabLayout(self._all_leaves(ready[0]), num_slots, decisions, spans_episodes=grouping is None)
+        layout = SlabLayout(all_leaves(self._leaves, ready[0].writes), num_slots, decisions, spans_episodes=grouping is None)
         layout.check_fits("max_in_flight, the number of envs or frames_per_batch")
+        print(f"slab: {human_bytes(layout.nbytes)} of shared memory, {layout}", flush=True)
         self.slab, self.board = Slab(layout), Board(self.num_rows, num_slots, len(self._workers))
         if counts is not None:
             self.board.decisions[:] = counts.decisions
@@ -157,10 +158,6 @@ class Fleet:
             if weights is not None:
                 self.publisher.publish(version, weights)  # before a slot is free: nothing is decided without them
         self.queue.open()
-
-    def _all_leaves(self, ready: ReplicaReady) -> tuple[Leaf, ...]:
-        merged = {leaf.key: leaf for leaf in (*self._leaves, *ready.writes)}
-        return (*merged.values(), VERSION_LEAF, Leaf(TRAJ_IDS, (), torch.int64, "decision"))
 
     def _most_rows(self, replica: int) -> int:
         rows = sum(len(env.rows) for env in self.envs if env.replica == replica)

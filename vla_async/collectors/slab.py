@@ -93,14 +93,14 @@ class SlabLayout:
             return
         largest = max(self.leaves, key=lambda leaf: math.prod(leaf.shape) * leaf.dtype.itemsize)
         raise MemoryError(
-            f"the slab needs {_human(self.nbytes)} of shared memory ({self}), but {_human(free)} are free; lower "
+            f"the slab needs {human_bytes(self.nbytes)} of shared memory ({self}), but {human_bytes(free)} are free; lower "
             f"{settings}, or the size of {'.'.join(largest.key)} {list(largest.shape)}, which takes most; in a container, "
             "raise --shm-size"
         )
 
     def __str__(self) -> str:
         row = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
-        return f"{self.num_slots} slots of {self.rows_per_slot} rows of {_human(row)}"
+        return f"{self.num_slots} slots of {self.rows_per_slot} rows of {human_bytes(row)}"
 
 
 class Slab:
@@ -214,7 +214,8 @@ def write_text(text: str, out: Tensor) -> None:
         out[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _human(size: float) -> str:
+def human_bytes(size: float) -> str:
+    """A number of bytes, for people."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"
