@@ -60,6 +60,7 @@ class TrainState:
     counters: Counters = field(default_factory=Counters)
     loop: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    stopped: bool = False  # by a callback, after this step; no part of a checkpoint
     _finished: dict[str, Any] | None = None
 
     def end_step(self) -> None:

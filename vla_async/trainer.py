@@ -142,10 +142,10 @@ class AsyncTrainer:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the budget of ``fit`` is spent."""
+        """Whether the budget of ``fit`` is spent, or a callback has set ``state.stopped``."""
         counters = self.state.counters
         out_of_env_steps = self.max_env_steps is not None and counters.env_steps >= self.max_env_steps
-        return out_of_env_steps or (self.max_steps != -1 and counters.step >= self.max_steps)
+        return self.state.stopped or out_of_env_steps or (self.max_steps != -1 and counters.step >= self.max_steps)
 
     @property
     def objective(self) -> Objective:

@@ -173,3 +173,32 @@ def test_nothing_is_older_than_the_bound_and_nothing_is_lost(batch: int, eta: in
         counts = rig.queue.counts()
         assert counts["produced"] == counts["consumed"] + counts["in_flight"], "nothing was dropped"
     rig.close()
+
+
+def test_withheld_slots_leave_the_circulation_at_once_if_nobody_has_them() -> None:
+    rig = Rig(4)
+    mine = rig.begin(0)
+    rig.queue.withhold(2)
+    assert len(rig.free_slots()) == 1
+    rig.queue.withhold(2)  # one is free, the other is being written to
+    assert rig.free_slots() == []
+    rig.finish(mine)
+    rig.queue.release(rig.queue.take(1, version=0))
+    assert rig.free_slots() == []
+    assert (rig.board.state == SlotState.WITHHELD).all()
+    rig.queue.recover(lambda: False)
+    assert rig.free_slots() == [], "a worker's death brought them back"
+    rig.close()
+
+
+def test_what_is_finished_but_not_heard_of_yet_is_waited_for_when_it_is_due() -> None:
+    """A replica says that a slot is finished before the record is in the channel."""
+    rig = Rig(3)
+    straggler, *others = rig.begin(0), rig.begin(1), rig.begin(1)
+    for slot in others:
+        rig.finish(slot)
+    rig.board.state[straggler] = SlotState.FINISHED
+    assert not rig.would_hand_out(2, version=1, eta=1)
+    rig.finish(straggler)
+    assert straggler in rig.queue.take(2, version=1, max_staleness=1)
+    rig.close()

@@ -3,6 +3,7 @@
 from vla_async.callbacks.base import Callback
 from vla_async.callbacks.checkpoint import Checkpoint
 from vla_async.callbacks.progress import Progress
+from vla_async.callbacks.staleness_alert import StalenessAlert
 from vla_async.callbacks.success_plot import SuccessPlot
 
-__all__ = ["Callback", "Checkpoint", "Progress", "SuccessPlot"]
+__all__ = ["Callback", "Checkpoint", "Progress", "StalenessAlert", "SuccessPlot"]

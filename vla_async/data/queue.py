@@ -28,6 +28,7 @@ Straggler = Literal["wait", "cut", "drop"]
 """What becomes of a slot that is still written to when the bound on staleness asks for it: the consumer waits for it; it
 ends with the decision that is being made, as a shorter fragment; or it ends so and is thrown away, and counted.
 """
+Bundle = tuple[int, ...]
 _BEGUN = (SlotState.ACTING, SlotState.CLOSING, SlotState.FINISHED)
 
 
@@ -66,7 +67,7 @@ class TrajectoryQueue:
         # the policy_version of each slot's first decision, which no later one is older than
         self._oldest = slab.rows((keys.POLICY_VERSION,)).numpy()[:: slab.layout.rows_per_slot, 0]
         self.produced, self.cut = 0, 0
-        self._ready: deque[tuple[int, ...]] = deque()  # bundles
+        self._ready: deque[Bundle] = deque()
         self._doomed: set[int] = set()  # in progress, to be dropped when they come
         self._held: set[int] = set()
         self._to_withhold = 0
@@ -76,6 +77,8 @@ class TrajectoryQueue:
     def open(self) -> None:
         """Let the envs have all slots."""
         self._set_free(range(self.slab.layout.num_slots))
+        if self._groups is not None:
+            self._groups.freed(self.slab.layout.num_slots // self._groups.grouping.size)
 
     def __len__(self) -> int:
         """Bundles that are whole, and wait."""
@@ -136,9 +139,7 @@ class TrajectoryQueue:
         self.board.state[slots] = SlotState.HELD
         return slots
 
-    def _choose(
-        self, count: int, version: int, max_staleness: int | None, earlier: int = 0, later: int = 0
-    ) -> list[tuple[int, ...]]:
+    def _choose(self, count: int, version: int, max_staleness: int | None, earlier: int = 0, later: int = 0) -> list[Bundle]:
         """The bundles to hand out, or none if it has to wait.
 
         What began with weights o can be used until version o + η. Its turn comes in time, whatever finishes when, if after
@@ -164,23 +165,34 @@ class TrajectoryQueue:
         """Give back what was handed out: the envs may write there again."""
         self._held.difference_update(slots)
         self.consumed += len(slots)
-        self._set_free(slots)
+        self._give_back(slots)
 
     def drop(self, slots: Sequence[int], reason: str) -> None:
         """Give back slots that were handed out but not used."""
         self._held.difference_update(slots)
         self.dropped[reason] += len(slots)
-        self._set_free(slots)
+        self._give_back(slots)
+
+    def _give_back(self, bundles: Sequence[int]) -> None:
+        """Let the envs have the slots of whole bundles."""
+        number = len({self._bundle_of(slot) for slot in bundles})  # before others write there
+        self._set_free(bundles)
+        if self._groups is not None:
+            self._groups.freed(number)
 
     def withhold(self, number: int) -> None:
-        """Take slots out of circulation for good: those that nobody has at once, the others when they are given back."""
-        spare = number if self._groups is None else min(number, self._groups.spare)
-        with self._lock:
-            slots = [slot for (slot,) in self._free.receive(spare)] if spare else []
-            self.board.state[slots] = SlotState.WITHHELD
+        """Take slots out of circulation for good: those that nobody has at once, the others when they are given back.
+
+        Args:
+            number: how many; for groups, a multiple of their size.
+        """
         if self._groups is not None:
-            self._groups.spare -= len(slots)
-        self._to_withhold += number - len(slots)
+            self._groups.withhold(number // self._groups.grouping.size)
+        elif number:
+            with self._lock:
+                slots = [slot for (slot,) in self._free.receive(number)]
+                self.board.state[slots] = SlotState.WITHHELD
+            self._to_withhold += number - len(slots)
 
     def recover(self, workers_claiming: Callable[[], bool]) -> None:
         """Find the slots that a worker had taken when it died, but not yet made known, and let the envs have them.
@@ -203,14 +215,12 @@ class TrajectoryQueue:
         self._to_withhold -= len(withheld)
         self.board.state[withheld] = SlotState.WITHHELD
         with self._lock:
+            # all of them first: lockstep waits for an env without a slot only while there is one for it
+            self.board.owner[free], self.board.state[free] = -1, SlotState.FREE
             for slot in free:
-                self.board.owner[slot], self.board.state[slot] = -1, SlotState.FREE
                 self._free.send(slot)
-        if self._groups is not None:
-            self._groups.freed(len(free))
 
     def _age(self, slots: Iterable[int]) -> int:
-        """The version that the oldest of some slots began with."""
         return min(int(self._oldest[slot]) for slot in slots)
 
     def _bundle_of(self, slot: int) -> int:
@@ -232,7 +242,7 @@ class TrajectoryQueue:
         ages = self._ages_in_progress()
         for slot in np.flatnonzero(self.board.state == SlotState.ACTING).tolist():
             age = ages.get(self._bundle_of(slot), UNANSWERED)  # it may have begun just now
-            if age + max_staleness <= version and not self.board.cut[slot]:
+            if age <= version - max_staleness and not self.board.cut[slot]:
                 self.board.cut[slot] = True
                 self.cut += how == "cut"
                 if how == "drop":
@@ -255,15 +265,16 @@ class TrajectoryQueue:
                 continue
             self.produced += 1
             usable = slot not in self._doomed and self.board.state[slot] != SlotState.DROPPED
-            bundle: tuple[int, ...] = (slot,) if usable else ()
-            if self._groups is not None:
-                bundle = self._groups.came_back(slot, usable=usable)
-            if bundle:
-                self._ready.append(bundle)
+            own = (slot,) if usable else ()
+            bundle = own if self._groups is None else self._groups.came_back(slot, usable=usable)
             if not usable:
                 self.dropped["straggler" if slot in self._doomed else "worker ended"] += 1
                 self._doomed.discard(slot)
                 self._set_free([slot])
+            if bundle:
+                self._ready.append(bundle)
+            elif bundle is not None and self._groups is not None:  # a whole group was lost
+                self._groups.freed(1)
 
     def counts(self) -> dict[str, int]:
         """``produced``, ``consumed``, ``in_flight``, and ``dropped/<reason>``. Any thread may ask: nothing is taken in."""
