@@ -61,6 +61,7 @@ class EnvWorker:
         self._answered = [0] * len(self.writers)
         self._hungry: list[int] = []  # the envs with a row that has no slot, in the order in which they came to it
         self._absent: set[int] = set()  # those of them whose replica knows that they have nothing to decide on
+        self._known_hungry: set[int] = set()  # those of them whose replica knows that they wait for a slot
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -130,13 +131,22 @@ class EnvWorker:
                 self._hungry.remove(place)
                 self._decide(place)
             elif writer.wanted:
+                self._tell_hungry()
                 return  # those behind have come later
             elif place not in self._absent:
                 self._absent.add(place)
                 self._ask(place, Ask.ABSENT, self.orders.envs[place].rows.start)
 
+    def _tell_hungry(self) -> None:
+        """In lockstep, a replica must not wait for an env that waits for what only the others can bring about."""
+        if self.orders.lockstep:
+            for place in {*self._hungry} - self._known_hungry:
+                self._ask(place, Ask.HUNGRY, self.orders.envs[place].rows.start)
+            self._known_hungry.update(self._hungry)
+
     def _decide(self, place: int) -> None:
         self._absent.discard(place)
+        self._known_hungry.discard(place)
         self.writers[place].ask()
         self._ask(place, Ask.DECIDE, self.orders.envs[place].rows.start)
 

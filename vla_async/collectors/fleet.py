@@ -165,7 +165,7 @@ class Fleet:
 
     def _send_orders(self) -> None:
         base = torch.tensor([fold(self.settings.seed, "policy", row) for row in range(self.num_rows)])
-        shared = None if self.publisher is None else self.publisher.shared
+        shared = self.publisher.shared if self.publisher else None
         for number, replica in enumerate(self._replicas):
             envs = [env for env in self.envs if env.replica == number]
             replica.link.send(ReplicaOrders(self.slab, self.board, envs, shared, self.tallies[number], base))
@@ -173,8 +173,9 @@ class Fleet:
             self._order_worker(number)
 
     def _order_worker(self, number: int) -> None:
-        worker, envs = self._workers[number], [env for env in self.envs if env.worker == number]
-        worker.link.send(WorkerOrders(self.slab, self.board, envs, worker.generation, self.settings.seed))
+        worker, lockstep = self._workers[number], not self.settings.async_interaction
+        envs = [env for env in self.envs if env.worker == number]
+        worker.link.send(WorkerOrders(self.slab, self.board, envs, worker.generation, self.settings.seed, lockstep))
 
     def _make_supervisor(self) -> Supervisor:
         settings = self.settings
@@ -193,8 +194,7 @@ class Fleet:
     # ------------------------------------------------------------------ processes
 
     def _start_worker(self, number: int) -> Member:
-        text_bytes = self.settings.max_text_bytes
-        arguments = (number, self._sources[number], text_bytes, self._wires)
+        arguments = (number, self._sources[number], self.settings.max_text_bytes, self._wires)
         return start_member(self._context, f"env worker {number}", run_env_worker, *arguments)
 
     def _start_replica(self, number: int, device: torch.device) -> Member:

@@ -39,6 +39,7 @@ class WorkerOrders:
         envs: its envs.
         generation: how many workers have had this place before.
         seed: root of the envs' random streams.
+        lockstep: whether a replica has to know who waits for a slot.
     """
 
     slab: Slab
@@ -46,6 +47,7 @@ class WorkerOrders:
     envs: list[EnvAddress]
     generation: int
     seed: int
+    lockstep: bool
 
 
 @dataclass(frozen=True)

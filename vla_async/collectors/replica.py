@@ -61,6 +61,7 @@ class InferenceReplica:
         )
         self._generations = dict.fromkeys(self._envs, 0)
         self._absent: set[int] = set()  # envs that have no episode to play
+        self._hungry: set[int] = set()  # envs that wait for a slot
         self._request_base = orders.request_base.numpy()
         self._leaves = {leaf.key: self.slab.rows(leaf.key) for leaf in orders.slab.layout.leaves}
         self._arrays = {leaf.key: numpy_rows(self._leaves[leaf.key]) for leaf in [*acting.writes, VERSION_LEAF]}
@@ -95,6 +96,8 @@ class InferenceReplica:
             if self._ends and not self._unheard and not self._paused:
                 ends, self._ends = self._ends, []
                 self._answer_in_order([Share(end, 0, len(end.rows)) for end in ends if end.rows is not None])
+            if self.settings.lockstep:
+                self._set_barrier()
             batch = None if self._paused else self.batcher.pop_due(self._now())
             if batch is not None:
                 self._answer_all(batch)
@@ -109,6 +112,9 @@ class InferenceReplica:
         if what == Ask.DECIDE and generation == self._generations[id]:
             self._set_absent(id, False)
             self._put(_Request(generation, sent, id, address=self._envs[id]), len(self._envs[id].rows))
+        elif what == Ask.HUNGRY and generation == self._generations[id]:
+            self._hungry.add(id)
+            self._unheard.discard(id)
         elif what == Ask.ABSENT and generation == self._generations[id]:
             self._set_absent(id, True)
         elif what == Ask.FINISH:
@@ -124,13 +130,16 @@ class InferenceReplica:
         return what != Ask.STOP
 
     def _set_absent(self, id: int, absent: bool) -> None:
-        """Note that an env was heard. In lockstep, all envs that are not absent decide together."""
+        """Note that an env was heard, and whether it takes part."""
         self._unheard.discard(id)
-        if absent != (id in self._absent):
-            self._absent ^= {id}
-            if self.settings.lockstep:
-                present = sum(len(env.rows) for start, env in self._envs.items() if start not in self._absent)
-                self.batcher.max_batch_size = max(present, 1)
+        self._hungry.discard(id)
+        (self._absent.add if absent else self._absent.discard)(id)
+
+    def _set_barrier(self) -> None:
+        """In lockstep, all envs decide together, but those that have nothing to decide on, or no slot and none is free."""
+        others = self._absent if bool((self.board.state == SlotState.FREE).any()) else self._absent | self._hungry
+        rows = sum(len(env.rows) for start, env in self._envs.items() if start not in others)
+        self.batcher.max_batch_size = max(rows, 1)
 
     def _put(self, request: _Request, rows: int) -> None:
         # what was sent while a batch was computed has waited since then, not since it was heard
@@ -158,7 +167,7 @@ class InferenceReplica:
     def _forget(self, id: int, generation: int) -> None:
         """Give back the slots of an env whose worker has ended; ``generation`` is that of the next one."""
         self._generations[id] = generation
-        self._unheard.discard(id)
+        self._set_absent(id, False)
         rows = self._envs[id].rows
         for row in rows:
             slot = int(self.board.slot[row])

@@ -31,6 +31,7 @@ class Ask(IntEnum):
     PAUSE = 4  # answer nothing
     RESUME = 5
     STOP = 6
+    HUNGRY = 8  # the env ``id`` waits for a slot; told in lockstep only
     ABSENT = 7  # the env ``id`` has no episode to play, so lockstep must not wait for it
 
 
