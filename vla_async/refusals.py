@@ -38,9 +38,7 @@ def check_command_line(args: Sequence[str]) -> None:
     if args[0] not in COMMANDS:
         if args[0].startswith("-"):
             raise ConfigError(f"the subcommand comes first ({_listed(COMMANDS)}), and {args[0]} after it")
-        raise ConfigError(
-            f"there is no subcommand {args[0]!r}{_closest(args[0], COMMANDS)}; choose {_listed(COMMANDS)}"
-        )
+        raise ConfigError(f"there is no subcommand {args[0]!r}{_closest(args[0], COMMANDS)}; choose {_listed(COMMANDS)}")
     for position, arg in enumerate(args):
         name, is_joined, value = arg.partition("=")
         if name in ("-c", "--config"):
