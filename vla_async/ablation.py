@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vla_async.monitor.report import Table
 
 SWITCHES = ("placement", "train_async", "async_interaction", "streamer")
-_LOOP = "--trainer.fit_loop."
+LOOP = "--trainer.fit_loop."
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def ablation_rows(placement: Mapping[str, Any]) -> list[Row]:
         ("+ streamer", "streamer", "true"),
     ):
         rows.append((name, {**rows[-1][1], switch: value}))
-    return [Row(name, tuple(f"{_LOOP}{switch}={values[switch]}" for switch in SWITCHES)) for name, values in rows]
+    return [Row(name, tuple(f"{LOOP}{switch}={values[switch]}" for switch in SWITCHES)) for name, values in rows]
 
 
 def ablate(args: Sequence[str]) -> dict[str, list[Figures]]:
@@ -104,7 +104,7 @@ def ablate(args: Sequence[str]) -> dict[str, list[Figures]]:
     """
     options, rest = _parse(args)
     for arg in rest:
-        if arg.partition("=")[0].removeprefix(_LOOP).removeprefix("init_args.") in SWITCHES[1:]:
+        if arg.partition("=")[0].removeprefix(LOOP).removeprefix("init_args.") in SWITCHES[1:]:
             raise ConfigError(f"{arg.partition('=')[0]} is what ablate turns on and off itself; leave it out")
     config = resolve(rest)
     placement = prepare(config["trainer"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -36,10 +35,6 @@ class Streamer:
         arrivals: yields the trajectories of one update, prepared, each ``[N, T]``; waits for those that are not there.
         micro_batch_size: decisions per micro-batch; by default, what arrives together.
         mini_batch_size: decisions per optimizer step; all of the update by default.
-
-    Attributes:
-        waited_s: seconds spent waiting for trajectories.
-        last_arrival: when the last trajectory had come (``time.perf_counter``).
     """
 
     def __init__(
@@ -49,12 +44,10 @@ class Streamer:
         mini_batch_size: int | None = None,
     ) -> None:
         self._arrivals, self.micro_batch_size, self.mini_batch_size = arrivals, micro_batch_size, mini_batch_size
-        self.waited_s, self.last_arrival = 0.0, 0.0
 
     def __iter__(self) -> Iterator[MicroBatch]:
         done, waiting = 0, None  # decisions of this mini-batch that were handed over, and those that wait
-        arrivals = self._arrivals()
-        while (trajectories := self._next(arrivals)) is not None:
+        for trajectories in self._arrivals():
             flat = valid_decisions(trajectories)
             waiting = flat if waiting is None else torch.cat([waiting, flat])
             while len(waiting) >= (size := self._size(done, len(waiting))) > 0:
@@ -65,14 +58,6 @@ class Streamer:
                 waiting = waiting[size:]
         if waiting is not None and len(waiting):
             yield MicroBatch(waiting, ends_mini_batch=False)
-
-    def _next(self, arrivals: Iterator[TensorDictBase]) -> TensorDictBase | None:
-        started = time.perf_counter()
-        trajectories = next(arrivals, None)
-        if trajectories is not None:
-            self.last_arrival = time.perf_counter()
-            self.waited_s += self.last_arrival - started
-        return trajectories
 
     def _size(self, done: int, waiting: int) -> int:
         """How many decisions the next micro-batch has."""

@@ -19,7 +19,6 @@ from vla_async.collectors.row_env import LENGTH, RETURN, SEED, TASK
 from vla_async.collectors.slab import MASK, TRAJ_IDS, read_texts
 from vla_async.data.queue import Straggler
 from vla_async.data.staleness import StalenessMeter, stamp_staleness
-from vla_async.data.streamer import Streamer
 from vla_async.loops.slots import SlotPlan
 
 if TYPE_CHECKING:
@@ -82,23 +81,21 @@ class Rollouts:
 
     def collect(self) -> TensorDictBase:
         """All trajectories of the update, ordered by env: TensorDict ``[N, T]`` on the trainer's device."""
-        started = time.perf_counter()
-        trajectories = self._take(self.plan.bundles)
-        self._waited, self._arrived = time.perf_counter() - started, time.perf_counter()
-        return trajectories
+        return self._take(self.plan.bundles)
 
-    def trained(self, streamer: Streamer) -> None:
-        """Note when the first epoch had its data, and that it is over."""
-        self._waited, self._arrived = streamer.waited_s, streamer.last_arrival
-        self._timing["time/last_arrival_to_step_s"] = time.perf_counter() - streamer.last_arrival
+    def trained(self) -> None:
+        """Note that the first epoch, which streams, is over."""
+        self._timing["time/last_arrival_to_step_s"] = time.perf_counter() - self._arrived
 
     def _take(self, count: int, earlier: int = 0) -> TensorDictBase:
-        later = self.plan.bundles - earlier - count
+        later, started = self.plan.bundles - earlier - count, time.perf_counter()
         slots = self.fleet.queue.take(
             count, self.version, self.max_staleness, earlier=earlier, later=later, straggler=self.straggler
         )
         if not slots:
             raise RuntimeError("the wait for trajectories was ended from elsewhere")
+        self._arrived = time.perf_counter()
+        self._waited += self._arrived - started
         slots.sort(key=self._order)
         self._slots += slots
         trajectories = self.fleet.slab.read(slots, texts=False)

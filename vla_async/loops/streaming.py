@@ -222,7 +222,7 @@ class StreamingFitLoop(SyncFitLoop):
                 part = Meter()
         if part.sums and not over:
             over = self._end_mini_batch(trainer, part, meter)
-        rollouts.trained(streamer)
+        rollouts.trained()
         if self.update_epochs > 1 and not over:
             self._epochs(trainer, torch.cat(kept), self.update_epochs - 1, meter)
 
