@@ -11,12 +11,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.multiprocessing
 
 from tests.fakes import ClockEnvs, is_running, make_trainer, tiny, wait_until
-from tests.faults.toy_run import ENDLESS, hold_a_hanging_pool
+from tests.faults.toy_run import ENDLESS, STREAMING, hold_a_hanging_pool
 from vla_async.envs import EnvFactory, ToyEnvs
 from vla_async.state import read_checkpoint
 
@@ -75,22 +76,25 @@ def wait_for_step(process: subprocess.Popen[str], root: Path, step: int) -> None
     wait_until(reached, f"step {step}", seconds=200.0)
 
 
-def resume(root: Path, envs: EnvFactory) -> int:
+def resume(root: Path, envs: EnvFactory, options: dict[str, Any] = ENDLESS) -> int:
     """Two steps more from what the run left; returns the step that it had reached."""
     [last] = root.glob("test/*/checkpoints/last.ckpt")
     reached = int(read_checkpoint(last)["counters"]["step"])
-    trainer = make_trainer(root, **(ENDLESS | {"max_steps": reached + 2}))
+    trainer = make_trainer(root, **(options | {"max_steps": reached + 2}))
     trainer.fit(tiny(), envs, ckpt_path=str(last))
     assert trainer.state.counters.step == reached + 2
     return reached
 
 
-def test_ctrl_c_ends_a_run_with_a_checkpoint_and_nothing_left_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "options"), [("endless", ENDLESS), ("streaming", STREAMING)])
+def test_ctrl_c_ends_a_run_with_a_checkpoint_and_nothing_left_behind(
+    mode: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     """A terminal sends it to every process of the run at once; twice, if the user is in a hurry.
 
     Python's development mode tells of files, sockets and processes that were left to the garbage collector.
     """
-    with run(tmp_path, "endless", "-X", "dev", "-W", "error::ResourceWarning") as process:
+    with run(tmp_path, mode, "-X", "dev", "-W", "error::ResourceWarning") as process:
         wait_for_step(process, tmp_path, 2)
         assert len(processes_of_session(process.pid)) >= 5, "the run and the workers of training and evaluation"
         os.killpg(process.pid, signal.SIGINT)
@@ -102,7 +106,7 @@ def test_ctrl_c_ends_a_run_with_a_checkpoint_and_nothing_left_behind(tmp_path: P
     assert "env worker" not in said(tmp_path), "workers took part in the interrupt"
     assert not re.search("ResourceWarning|leaked", said(tmp_path)), said(tmp_path)
     assert list(tmp_path.glob("test/*/videos/*.mp4")), "the evaluation that came first is part of the case"
-    assert resume(tmp_path, ToyEnvs(num_envs=2)) >= 2
+    assert resume(tmp_path, ToyEnvs(num_envs=2), options) >= 2
 
 
 def test_sigterm_ends_a_run_whose_worker_hangs(tmp_path: Path) -> None:

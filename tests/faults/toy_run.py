@@ -11,15 +11,19 @@ import torch
 from tests.fakes import ClockEnvs, make_trainer, tiny
 from vla_async.collectors.pool import EnvPool
 from vla_async.envs import ToyEnvs
-from vla_async.loops import EvaluateLoop, SyncFitLoop
+from vla_async.loops import EvaluateLoop, StreamingFitLoop, SyncFitLoop
 
 ENDLESS: dict[str, Any] = {"fit_loop": SyncFitLoop(decisions_per_env=3, update_epochs=1), "max_steps": -1}
+STREAMING: dict[str, Any] = ENDLESS | {"fit_loop": StreamingFitLoop(decisions_per_env=3, update_epochs=1, max_staleness=2)}
 
 
 def main(root: Path, mode: str) -> None:
-    """Train until someone ends it: after an evaluation with a video (``endless``), or until a worker hangs (``hanging``)."""
-    if mode == "endless":
-        options = ENDLESS | {"val_every_n_steps": 1_000_000, "evaluate_loop": EvaluateLoop(num_episodes=2)}
+    """Train until someone ends it: in either loop, after an evaluation with a video; or until a worker hangs."""
+    if mode in ("endless", "streaming"):
+        options = (ENDLESS if mode == "endless" else STREAMING) | {
+            "val_every_n_steps": 1_000_000,
+            "evaluate_loop": EvaluateLoop(num_episodes=2),
+        }
         make_trainer(root, **options).fit(tiny(), ToyEnvs(num_envs=2))
     if mode == "hanging":
         flag = str(root / "hangs")

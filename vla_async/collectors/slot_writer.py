@@ -117,14 +117,12 @@ class SlotWriter:
         self._write(outcome, base, following)
         self._traj_ids[base] = self._numbers(rows, self._episodes[rows] - 1)
         self._step[rows] += 1
-        over = self._step[rows] == self._T
+        over = (self._step[rows] == self._T) | self.board.cut[self._slot[rows]]
         self._carry = {key: self._arrays[key][base + 1] for key in self._carried}
-        if done.any():
-            self._next_episode(rows[done], base[done], following[done])
-            if not self._spans:
-                over |= done
-        over |= self.board.cut[self._slot[rows]]
-        rows = rows[over]
+        ended = done if self._spans else done | over  # no slot holds the rest of an episode that was ended early
+        if ended.any():
+            self._next_episode(rows[ended], base[ended], following[ended])
+        rows = rows[over if self._spans else ended]
         self._length[self._slot[rows]] = self._step[rows]
         return [int(row) for row in rows]
 
