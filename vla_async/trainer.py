@@ -34,6 +34,7 @@ from vla_async.loops.collect import CollectLoop, CollectReport
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
 from vla_async.loops.sft import SFTLoop
 from vla_async.loops.sync import SyncFitLoop
+from vla_async.loops.validation import Validation, evaluate_in_turn
 from vla_async.objectives.base import Objective
 from vla_async.policies.base import VLAPolicy
 from vla_async.rng import Split
@@ -102,6 +103,7 @@ class AsyncTrainer:
         for kind in (Checkpoint, SuccessPlot, Progress):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.append(kind())
+        self.validation = Validation()
         self.config_text: str | None = None
         self.interrupts, self._clock = Interrupts(), 0.0  # up to when training time has been counted
         self.origin: Path | None = None  # the checkpoint that a run started from
@@ -168,14 +170,22 @@ class AsyncTrainer:
         """Close a step that the loop has counted: validate if due, log, tell the callbacks."""
         now, counters = time.perf_counter(), self.state.counters
         counters.elapsed_s, self._clock = counters.elapsed_s + now - self._clock, now
-        merged = dict(metrics) | self._validate_if_due()
+        merged = dict(metrics) | self.validation.metrics(self)
         merged |= {"env_steps": counters.env_steps, "episodes": counters.episodes, "elapsed_s": counters.elapsed_s}
         merged["lr"] = self.optimizer.param_groups[0]["lr"]
         self.log(merged)
         with self.interrupts.critical():
             self.state.end_step()
+        self.validation.step_ended(self)
         for callback in self.callbacks:
             callback.on_step_end(self, merged)
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What is done inside the block is no training time."""
+        started = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - started
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write metrics to all loggers, under the current step."""
@@ -220,9 +230,9 @@ class AsyncTrainer:
             self.state.end_step()
             for callback in self.callbacks:
                 callback.on_start(self)
-            if self.state.counters.step == 0 and (first := self._validate_if_due()):
-                self.log(first)
+            self.validation.begin(self)
             loop.run(self)
+            self.validation.finish(self)
 
     def _evaluate(self, split: Split, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None) -> EvaluationResult:
         self.policy, self.env = policy, env
@@ -236,7 +246,7 @@ class AsyncTrainer:
                 self.state.counters.step = int(weights[0]["counters"]["step"])
             del weights
             with self._progress.evaluating(self, split):
-                result = self._run_evaluation(split)
+                result = evaluate_in_turn(self, split)
             self.log(result.metrics())
         return result
 
@@ -277,23 +287,6 @@ class AsyncTrainer:
                     for callback in reversed(self.callbacks):
                         calls.callback(callback.on_end, self)
                     calls.callback(self.evaluate_loop.close)
+                    calls.callback(self.validation.close)
                     if loop is not None:
                         calls.callback(loop.close)
-
-    def _validate_if_due(self) -> dict[str, float]:
-        step, every = self.state.counters.step, self.val_every_n_steps
-        if self.state.stage != "fit" or not every or step % every:
-            return {}
-        started = time.perf_counter()
-        result = self._run_evaluation("validate")
-        self._clock += time.perf_counter() - started  # evaluation is not training time
-        return result.metrics()
-
-    def _run_evaluation(self, split: Split) -> EvaluationResult:
-        version, autocast = self.state.counters.step, self.fabric.autocast
-        result = self.evaluate_loop.run(
-            self.policy, self.env, split, policy_version=version, videos=self.run.videos, autocast=autocast
-        )
-        for callback in self.callbacks:
-            callback.on_evaluation_end(self, result)
-        return result
