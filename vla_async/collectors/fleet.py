@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -33,11 +32,13 @@ from vla_async.collectors.orders import (
 )
 from vla_async.collectors.pool import WorkerError, worker_context
 from vla_async.collectors.processes import Member, end_members, gather, start_member
+from vla_async.collectors.replica_control import ReplicaControl
 from vla_async.collectors.replica_process import run_replica
+from vla_async.collectors.shards import place_envs
 from vla_async.collectors.slab import Slab, SlabLayout, human_bytes
 from vla_async.collectors.supervisor import Supervisor
 from vla_async.collectors.tally import Tally, summary
-from vla_async.collectors.wires import ADMITTED, ALARM, PAUSED, STOPPED, Ask, EnvAddress, Wires, clock
+from vla_async.collectors.wires import ADMITTED, ALARM, STOPPED, Ask, Wires, clock
 from vla_async.data.groups import GroupLedger
 from vla_async.data.queue import TrajectoryQueue
 from vla_async.rng import fold
@@ -60,6 +61,7 @@ class Fleet:
         self._replicas: list[Member] = []
         self._supervisor: Supervisor | None = None
         self._wires = Wires.open(self._context, len(shards), len(settings.policy_devices))
+        self._control = ReplicaControl(self._wires)
         # a fleet that nobody closed ends its processes when it is forgotten, or before Python would wait for them at exit
         self._finalizer = Finalize(self, end_members, args=(self._workers, self._replicas, 0.5), exitpriority=0)
 
@@ -83,19 +85,10 @@ class Fleet:
         except BaseException:
             self.close(0.0)
             raise
-        self._place(ready)
-        return dataclasses.replace(ready[0], num_rows=[size for answer in ready for size in answer.num_rows])
-
-    def _place(self, ready: Sequence[EnvsReady]) -> None:
-        """Number the rows, and assign the workers to replicas: round-robin, or as the settings say."""
-        first, self.envs = 0, list[EnvAddress]()
-        for worker, answer in enumerate(ready):
-            given = self.settings.assignment
-            replica = worker % len(self._replicas) if given is None else given[worker]
-            for place, size in enumerate(answer.num_rows):
-                self.envs.append(EnvAddress(worker, place, range(first, first + size), replica))
-                first += size
-        self.num_rows, self._leaves, self._action_specs = first, ready[0].leaves, ready[0].action_specs
+        sizes = [answer.num_rows for answer in ready]
+        self.envs = place_envs(sizes, len(self._replicas), self.settings.assignment)
+        self.num_rows, self._leaves, self._action_specs = sum(map(sum, sizes)), ready[0].leaves, ready[0].action_specs
+        return dataclasses.replace(ready[0], num_rows=[size for worker in sizes for size in worker])
 
     def serve(
         self,
@@ -125,30 +118,14 @@ class Fleet:
             MemoryError: if the slab does not fit.
             WorkerError: if a replica cannot hold the policy.
         """
-        pickled = cloudpickle.dumps(portable(RandomActions(self._action_specs) if policy is None else policy))
-        for replica in self._replicas:
-            replica.link.send((pickled, self._leaves))
-        ready = gather(ReplicaReady, self._replicas, self.settings.start_timeout_s)
-        layout = SlabLayout(all_leaves(self._leaves, ready[0].writes), num_slots, decisions, spans_episodes=grouping is None)
-        layout.check_fits("max_in_flight, the number of envs or frames_per_batch")
-        print(f"slab: {human_bytes(layout.nbytes)} of shared memory, {layout}", flush=True)
-        self.slab, self.board = Slab(layout), Board(self.num_rows, num_slots, len(self._workers))
-        if counts is not None:
-            self.board.decisions[:] = counts.decisions
-            self.board.episodes[:] = counts.episodes if grouping is None else grouping.aligned(counts.episodes)
-        if grouping is not None:
-            self.board.admitted[:] = self.board.episodes
-        if any(device.type == "cuda" for device in self.settings.devices):
-            self.slab.block.pin()
-        is_module = isinstance(policy, nn.Module) and any(True for _ in [*policy.parameters(), *policy.buffers()])
-        self.publisher = None
-        if is_module:
-            own = version if weights is None else version - 1
-            self.publisher = WeightPublisher(policy, len(self._replicas), own, self._announce, self._await_acks)
+        layout = self._layout(policy, decisions, num_slots, spans_episodes=grouping is None)
+        self._allocate(layout, grouping, counts)
+        self.publisher = self._make_publisher(policy, version if weights is None else version - 1)
         self.tallies = [Tally(self._most_rows(number)) for number in range(len(self._replicas))]
         self._began = clock()
         self._send_orders()
         self._supervisor = self._make_supervisor()
+        self._control.check = self._supervisor.check
         groups = None if grouping is None else GroupLedger(grouping, self.slab, self.board, self._wake)
         wires = self._wires
         self.queue = TrajectoryQueue(self.slab, self.board, wires.finished, wires.free, self._supervisor.check, groups)
@@ -158,6 +135,33 @@ class Fleet:
             if weights is not None:
                 self.publisher.publish(version, weights)  # before a slot is free: nothing is decided without them
         self.queue.open()
+
+    def _layout(self, policy: Any, decisions: int, num_slots: int, *, spans_episodes: bool) -> SlabLayout:
+        """Give the policy to the replicas; what they write decides what a slot holds."""
+        pickled = cloudpickle.dumps(portable(RandomActions(self._action_specs) if policy is None else policy))
+        for replica in self._replicas:
+            replica.link.send((pickled, self._leaves))
+        ready = gather(ReplicaReady, self._replicas, self.settings.start_timeout_s)
+        layout = SlabLayout(all_leaves(self._leaves, ready[0].writes), num_slots, decisions, spans_episodes)
+        layout.check_fits("max_in_flight, the number of envs or frames_per_batch")
+        return layout
+
+    def _allocate(self, layout: SlabLayout, grouping: Grouping | None, counts: RowCounts | None) -> None:
+        print(f"slab: {human_bytes(layout.nbytes)} of shared memory, {layout}", flush=True)
+        self.slab, self.board = Slab(layout), Board(self.num_rows, layout.num_slots, len(self._workers))
+        if counts is not None:
+            self.board.decisions[:] = counts.decisions
+            self.board.episodes[:] = counts.episodes if grouping is None else grouping.aligned(counts.episodes)
+        if grouping is not None:
+            self.board.admitted[:] = self.board.episodes
+        if any(device.type == "cuda" for device in self.settings.devices):
+            self.slab.block.pin()
+
+    def _make_publisher(self, policy: Any, version: int) -> WeightPublisher | None:
+        """None for a policy that has no weights."""
+        if not isinstance(policy, nn.Module) or not any(True for _ in [*policy.parameters(), *policy.buffers()]):
+            return None
+        return WeightPublisher(policy, len(self._replicas), version, self._control.announce, self._control.acks)
 
     def _most_rows(self, replica: int) -> int:
         rows = sum(len(env.rows) for env in self.envs if env.replica == replica)
@@ -221,33 +225,15 @@ class Fleet:
         for worker in {env.worker for env in self.envs for row in rows if row in env.rows}:
             self._wires.answers[worker].send(ADMITTED, 0, 0)
 
-    def _announce(self) -> None:
-        for channel in self._wires.asks:
-            channel.send(Ask.WEIGHTS, 0, 0, clock())
-
-    def _await_acks(self) -> list[tuple[int, int, int]]:
-        if self._supervisor is not None:
-            self._supervisor.check()  # the alarm rings once, not for everyone who comes
-        wait([self._wires.acks.reader])
-        records = self._wires.acks.receive()
-        if self._supervisor is not None and any(replica == ALARM for replica, _, _ in records):
-            self._supervisor.check()
-        return [(replica, version, total) for replica, version, total in records if replica != ALARM]
-
     def pause(self) -> None:
         """Let all replicas stop answering; returns when they have. Envs finish their step and then wait."""
         if self.publisher is not None:
             self.publisher.confirm()
-        for channel in self._wires.asks:
-            channel.send(Ask.PAUSE, 0, 0, clock())
-        left = set(range(len(self._replicas)))
-        while left:
-            left -= {replica for replica, _, total in self._await_acks() if total == PAUSED}
+        self._control.pause()
 
     def resume(self) -> None:
         """Go on after :meth:`pause`."""
-        for channel in self._wires.asks:
-            channel.send(Ask.RESUME, 0, 0, clock())
+        self._control.resume()
 
     def interrupt(self) -> None:
         """Wake whoever waits for the queue."""
@@ -289,12 +275,11 @@ class Fleet:
         """End all processes: ask, then after ``grace_s`` seconds kill. Harmless if called again."""
         if self._supervisor is not None:
             self._supervisor.stop()
-            self._supervisor = None
+            self._supervisor, self._control.check = None, lambda: None
         if self._workers or self._replicas:
             for channel in self._wires.answers:
                 channel.send(STOPPED, 0, 0)
-            for channel in self._wires.asks:
-                channel.send(Ask.STOP, 0, 0, clock())
+            self._control.stop()
             end_members(self._workers, self._replicas, grace_s)
             self._wires.close()
         self._finalizer.cancel()

@@ -52,6 +52,25 @@ def make_shards(
     return [sources[start : start + envs_per_worker] for start in range(0, len(sources), envs_per_worker)], False
 
 
+def place_envs(
+    num_rows: Sequence[Sequence[int]], num_replicas: int, assignment: Sequence[int] | None = None
+) -> list[EnvAddress]:
+    """Number the rows, and assign the workers to replicas.
+
+    Args:
+        num_rows: for each worker, the rows of each of its envs.
+        num_replicas: how many there are.
+        assignment: for each worker, the replica that answers it; round-robin by default.
+    """
+    first, envs = 0, list[EnvAddress]()
+    for worker, sizes in enumerate(num_rows):
+        replica = worker % num_replicas if assignment is None else assignment[worker]
+        for place, size in enumerate(sizes):
+            envs.append(EnvAddress(worker, place, range(first, first + size), replica))
+            first += size
+    return envs
+
+
 def check_counts(**counts: int | None) -> None:
     """Refuse settings below 1; None is no setting.
 

@@ -10,7 +10,6 @@ for, like a slot that is still written to: its missing members have their slots,
 from __future__ import annotations
 
 import select
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
@@ -21,6 +20,7 @@ from vla_async import keys
 from vla_async.collectors.board import Board, SlotState
 from vla_async.collectors.slab import UNANSWERED, Slab
 from vla_async.collectors.wires import ALARM
+from vla_async.data.free_slots import FreeSlots
 from vla_async.data.groups import GroupLedger
 from vla_async.shared_memory import Channel
 
@@ -61,8 +61,8 @@ class TrajectoryQueue:
         check: Callable[[], None],
         groups: GroupLedger | None = None,
     ) -> None:
-        self.slab, self.board, self._finished, self._free, self._check = slab, board, finished, free, check
-        self._groups = groups
+        self.slab, self.board, self._finished, self._check = slab, board, finished, check
+        self._free, self._groups = FreeSlots(board, free), groups
         self.consumed, self.dropped = 0, Counter[str]()
         # the policy_version of each slot's first decision, which no later one is older than
         self._oldest = slab.rows((keys.POLICY_VERSION,)).numpy()[:: slab.layout.rows_per_slot, 0]
@@ -70,13 +70,11 @@ class TrajectoryQueue:
         self._ready: deque[Bundle] = deque()
         self._doomed: set[int] = set()  # in progress, to be dropped when they come
         self._held: set[int] = set()
-        self._to_withhold = 0
-        self._lock = threading.Lock()
         self.interrupted = False
 
     def open(self) -> None:
         """Let the envs have all slots."""
-        self._set_free(range(self.slab.layout.num_slots))
+        self._free.give(range(self.slab.layout.num_slots))
         if self._groups is not None:
             self._groups.freed(self.slab.layout.num_slots // self._groups.grouping.size)
 
@@ -176,7 +174,7 @@ class TrajectoryQueue:
     def _give_back(self, bundles: Sequence[int]) -> None:
         """Let the envs have the slots of whole bundles."""
         number = len({self._bundle_of(slot) for slot in bundles})  # before others write there
-        self._set_free(bundles)
+        self._free.give(bundles)
         if self._groups is not None:
             self._groups.freed(number)
 
@@ -186,39 +184,14 @@ class TrajectoryQueue:
         Args:
             number: how many; for groups, a multiple of their size.
         """
-        if self._groups is not None:
+        if self._groups is None:
+            self._free.withhold(number)
+        else:
             self._groups.withhold(number // self._groups.grouping.size)
-        elif number:
-            with self._lock:
-                slots = [slot for (slot,) in self._free.receive(number)]
-                self.board.state[slots] = SlotState.WITHHELD
-            self._to_withhold += number - len(slots)
 
     def recover(self, workers_claiming: Callable[[], bool]) -> None:
-        """Find the slots that a worker had taken when it died, but not yet made known, and let the envs have them.
-
-        Args:
-            workers_claiming: whether a worker that lives is taking slots at this moment.
-        """
-        with self._lock:
-            free = {slot for (slot,) in self._free.receive(self.slab.layout.num_slots)}
-            # none is left to take, so what a living worker took before is known as soon as it is through
-            while workers_claiming():
-                threading.Event().wait(0.001)
-            nobodys = np.flatnonzero((self.board.state == SlotState.FREE) & (self.board.owner < 0))
-            lost = set(nobodys.tolist()) - free
-            for slot in sorted(free | lost):
-                self._free.send(slot)
-
-    def _set_free(self, slots: Sequence[int]) -> None:
-        withheld, free = list(slots[: self._to_withhold]), slots[self._to_withhold :]
-        self._to_withhold -= len(withheld)
-        self.board.state[withheld] = SlotState.WITHHELD
-        with self._lock:
-            # all of them first: lockstep waits for an env without a slot only while there is one for it
-            self.board.owner[free], self.board.state[free] = -1, SlotState.FREE
-            for slot in free:
-                self._free.send(slot)
+        """Find the slots that a dead worker had just taken; see :meth:`FreeSlots.recover`."""
+        self._free.recover(workers_claiming)
 
     def _age(self, slots: Iterable[int]) -> int:
         return min(int(self._oldest[slot]) for slot in slots)
@@ -270,7 +243,7 @@ class TrajectoryQueue:
             if not usable:
                 self.dropped["straggler" if slot in self._doomed else "worker ended"] += 1
                 self._doomed.discard(slot)
-                self._set_free([slot])
+                self._free.give([slot])
             if bundle:
                 self._ready.append(bundle)
             elif bundle is not None and self._groups is not None:  # a whole group was lost

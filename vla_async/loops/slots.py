@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vla_async.collectors.groups import Grouping
-from vla_async.collectors.shards import least_slots, make_shards
-from vla_async.collectors.wires import EnvAddress
+from vla_async.collectors.shards import least_slots, make_shards, place_envs
 from vla_async.envs.base import EnvFactory
 from vla_async.objectives.base import Objective
 
@@ -59,8 +58,7 @@ class SlotPlan:
             longest = -(-env.max_episode_steps // env.chunk_size)
             return cls(longest, slots, slots // grouping.size, env.num_envs, grouping)
         rows = env.num_envs // num_stages if env.is_batched else 1
-        workers = [worker for worker, shard in enumerate(shards) for _ in shard]
-        envs = [EnvAddress(w, 0, range(n * rows, (n + 1) * rows), w % num_replicas) for n, w in enumerate(workers)]
+        envs = place_envs([[rows] * len(shard) for shard in shards], num_replicas)
         return cls(decisions_per_env, slots, slots, least_slots(envs, lockstep, slots), None)
 
     def check_room(self, max_staleness: int) -> None:
