@@ -16,7 +16,7 @@ from vla_async.collectors.episodes import Episode
 from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.orders import RowCounts
 from vla_async.collectors.row_env import LENGTH, RETURN, SEED, TASK
-from vla_async.collectors.slab import MASK, TRAJ_IDS, read_texts
+from vla_async.collectors.slab import MASK, TRAJ_IDS, Slab, read_texts
 from vla_async.data.queue import Straggler
 from vla_async.data.staleness import StalenessMeter, stamp_staleness
 from vla_async.loops.slots import SlotPlan
@@ -88,25 +88,31 @@ class Rollouts:
         self._timing["time/last_arrival_to_step_s"] = time.perf_counter() - self._arrived
 
     def _take(self, count: int, earlier: int = 0) -> TensorDictBase:
-        later, started = self.plan.bundles - earlier - count, time.perf_counter()
+        started = time.perf_counter()
+        slots = self._choose(count, earlier)
+        self._waited += self._arrived - started
+        trajectories = read_trajectories(self.fleet.slab, slots, grouped=self.plan.grouping is not None)
+        self._account(slots, trajectories)
+        return trajectories.to(self.device, non_blocking=True)
+
+    def _choose(self, count: int, earlier: int = 0) -> list[int]:
+        """Wait for so many bundles, of which ``earlier`` were taken before; their slots, ordered by env."""
+        later = self.plan.bundles - earlier - count
         slots = self.fleet.queue.take(
             count, self.version, self.max_staleness, earlier=earlier, later=later, straggler=self.straggler
         )
         if not slots:
             raise RuntimeError("the wait for trajectories was ended from elsewhere")
         self._arrived = time.perf_counter()
-        self._waited += self._arrived - started
         slots.sort(key=self._order)
         self._slots += slots
-        trajectories = self.fleet.slab.read(slots, texts=False)
-        if MASK in trajectories.keys(True):  # what a shorter trajectory leaves of its slot is no part of it
-            trajectories[keys.EXECUTED] &= trajectories.pop(MASK).unsqueeze(-1)
-        if self.plan.grouping is not None:
-            trajectories[keys.GROUP_ID] = trajectories[keys.GROUP_ID][:, :1].expand(*trajectories.shape, 1).clone()
+        return slots
+
+    def _account(self, slots: list[int], trajectories: TensorDictBase) -> None:
+        """Count what some slots hold, and stamp the staleness."""
         self._staleness.add(stamp_staleness(trajectories, self.version))
         self.env_steps += int(trajectories[keys.EXECUTED].sum())
         self.episodes += self._ended(slots)
-        return trajectories.to(self.device, non_blocking=True)
 
     def _order(self, slot: int) -> tuple[int, int]:
         """By env, then by time."""
@@ -139,10 +145,17 @@ class Rollouts:
         """Hand the update's weights to the replicas, then its slots to the envs."""
         started = time.perf_counter()
         assert self.fleet.publisher is not None
-        self.fleet.publisher.publish(version)
+        self.fleet.publisher.publish(version, self._weights())
         self.fleet.queue.release(self._slots)
         self.fleet.queue.check_balance()
         self._timing["time/publish_s"] = time.perf_counter() - started
+
+    def _weights(self) -> Any:
+        """What to publish; None for the policy that the fleet was given."""
+        return None
+
+    def close(self) -> None:
+        """End what this has begun itself; the fleet goes on."""
 
     def lower_staleness(self, max_staleness: int) -> None:
         """Lower η, from the next update on: as many slots fewer are in circulation as have room in the updates less.
@@ -193,3 +206,13 @@ class Rollouts:
         """One line about what became of all trajectories."""
         counts = self.fleet.queue.counts()
         return "trajectories: " + ", ".join(f"{number} {name.replace('/', ': ')}" for name, number in counts.items())
+
+
+def read_trajectories(slab: Slab, slots: list[int], *, grouped: bool) -> TensorDictBase:
+    """Copy slots out of a slab: TensorDict ``[N, T]`` as objectives want it, on the CPU."""
+    trajectories = slab.read(slots, texts=False)
+    if MASK in trajectories.keys(True):  # what a shorter trajectory leaves of its slot is no part of it
+        trajectories[keys.EXECUTED] &= trajectories.pop(MASK).unsqueeze(-1)
+    if grouped:
+        trajectories[keys.GROUP_ID] = trajectories[keys.GROUP_ID][:, :1].expand(*trajectories.shape, 1).clone()
+    return trajectories
