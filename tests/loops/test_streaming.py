@@ -1,4 +1,4 @@
-"""StreamingFitLoop: its switches, what becomes of stragglers, what a resumed run holds, and what is refused."""
+"""StreamingFitLoop: its switches, what is preferred, what becomes of stragglers, and what a resumed run holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from tests.fakes import ClockEnvs, known_value, make_trainer, wait_until
+from tests.fakes import ClockEnvs, known_value, wait_until
 from tests.loops.streaming_fakes import HeldEnvs, SpyPPO, balance, fit, known
 from vla_async import keys
 from vla_async.callbacks import Callback
@@ -133,6 +133,28 @@ def test_the_counters_add_up_at_every_step_and_are_told_at_the_end(
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trajectories:")]
     assert "15 consumed" in line
     assert "in_flight" in line
+
+
+# ---------------------------------------------------------------- what is preferred
+
+
+def test_with_balanced_tasks_an_update_takes_of_each_task_that_waits(tmp_path: Path) -> None:
+    """Six fragments wait, all equally old, of both tasks, and two of them are taken."""
+    objective, waiting = SpyPPO(), list[set[bytes]]()
+
+    class Waits(Callback):
+        def on_step_end(self, trainer: AsyncTrainer, metrics: Any) -> None:
+            if trainer.state.counters.step == 1:
+                queue = trainer.fit_loop._fleet.queue
+                wait_until(lambda: len(queue) >= 6, "all that began with the first weights")
+                waiting.append({queue._task_of(bundle) for bundle in list(queue._ready)[:6]})
+
+    envs = ClockEnvs(num_envs=4, names=("a", "b"))
+    settings: dict[str, Any] = {"max_staleness": 3, "fragments_per_update": 2, "selection": "balanced_tasks"}
+    _, steps = fit(tmp_path, known(objective), envs, Waits(), max_steps=6, **settings)
+    assert len(waiting[0]) == 2
+    assert {int(prepared[keys.STATE][0, 0, 2]) for prepared in objective.prepared[2:4]} == {0, 1}
+    assert max(metrics["staleness/max"] for metrics in steps.values()) <= 3.0
 
 
 # ---------------------------------------------------------------- stragglers
@@ -270,63 +292,3 @@ def test_a_resumed_run_acts_with_the_resumed_version_and_counts_what_was_in_flig
     assert all(balance(metrics) for metrics in more.values())
     old = {int(seed) for prepared in first.prepared for seed in prepared["collector", "seed"].flatten()}
     assert not old & set(fresh["collector", "seed"].flatten().tolist()), "an episode was played again"
-
-
-# ---------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_staleness": -1}, r"max_staleness=-1 must not be negative"),
-        ({"max_staleness": 0}, r"max_staleness=0.*raise it, or set train_async=false"),
-        ({"fragments_per_update": 0}, r"fragments_per_update=0 must be at least 1"),
-        ({"straggler": "ignore"}, r"straggler='ignore': choose wait, cut or drop"),
-        ({"decisions_per_env": 0}, r"decisions_per_env=0 must be at least 1"),
-        ({"micro_batch_size": 9, "mini_batch_size": 8}, r"micro_batch_size=9 is larger"),
-        ({"max_grad_norm": 0.0}, r"max_grad_norm=0.0 must be positive, or null"),
-        ({"max_batch_size": 0}, r"max_batch_size=0 must be at least 1"),
-        ({"max_wait_s": -1.0}, r"max_wait_s=-1.0 must be 0 or a positive"),
-        ({"max_restarts": -1}, r"max_restarts=-1 must not be negative"),
-        ({"env_timeout_s": 0.0}, r"env_timeout_s=0.0 must be positive"),
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_work_are_refused_at_construction(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StreamingFitLoop(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "envs", "message"),
-    [
-        (
-            {"fragments_per_update": 1},
-            {"num_envs": 5},
-            r"room for 2.*need 5.*max_staleness to 4, or fragments_per_update to 3",
-        ),
-        (
-            {"fragments_per_update": 3, "async_interaction": False},
-            {"num_envs": 5},
-            r"room for 6.*need 7.*max_staleness to 2",
-        ),
-        (
-            {"fragments_per_update": 5, "num_stages": 2, "train_async": False},
-            {"num_envs": 4, "batched": True},
-            r"room for 5.*need 7.*fragments_per_update to 7",
-        ),
-        ({"num_stages": 3}, {"num_envs": 4, "batched": True}, r"num_stages=3 must divide env.num_envs=4"),
-        ({"num_stages": 2}, {"num_envs": 4}, r"num_stages=2.*not batched; set it to 1"),
-        ({"envs_per_worker": 0}, {}, r"envs_per_worker=0 must be at least 1"),
-        ({"mini_batch_size": 13}, {"num_envs": 4}, r"mini_batch_size=13.*12 decisions.*4 trajectories of at most 3"),
-        ({}, {"num_envs": 1, "names": ("a", "b")}, r"num_envs=1.*2 tasks.*at least 2"),
-    ],
-    ids=str,
-)
-def test_what_does_not_fit_the_envs_is_refused_before_anything_starts(
-    settings: dict[str, Any], envs: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    trainer = make_trainer(tmp_path, fit_loop=StreamingFitLoop(**({"decisions_per_env": 3} | settings)), max_steps=1)
-    with pytest.raises(ValueError, match=message):
-        trainer.fit(known(PPO()), ClockEnvs(**envs))
-    assert not list(tmp_path.iterdir()), "a run directory was made"

@@ -18,10 +18,12 @@ import numpy as np
 
 from vla_async import keys
 from vla_async.collectors.board import Board, SlotState
+from vla_async.collectors.row_env import TASK
 from vla_async.collectors.slab import UNANSWERED, Slab
 from vla_async.collectors.wires import ALARM
 from vla_async.data.free_slots import FreeSlots
 from vla_async.data.groups import GroupLedger
+from vla_async.data.selection import Selection, Turns, choose
 from vla_async.shared_memory import Channel
 
 Straggler = Literal["wait", "cut", "drop"]
@@ -33,7 +35,7 @@ _BEGUN = (SlotState.ACTING, SlotState.CLOSING, SlotState.FINISHED)
 
 
 class TrajectoryQueue:
-    """Gives finished slots to the consumer, the oldest weights first, and takes them back.
+    """Gives finished slots to the consumer, in time and by preference, and takes them back.
 
     Every slot that was finished is consumed, dropped for a reason that is counted, or still here.
 
@@ -66,7 +68,7 @@ class TrajectoryQueue:
         self.consumed, self.dropped = 0, Counter[str]()
         # the policy_version of each slot's first decision, which no later one is older than
         self._oldest = slab.rows((keys.POLICY_VERSION,)).numpy()[:: slab.layout.rows_per_slot, 0]
-        self.produced, self.cut = 0, 0
+        self.produced, self.cut, self._turns = 0, 0, Turns()
         self._ready: deque[Bundle] = deque()
         self._doomed: set[int] = set()  # in progress, to be dropped when they come
         self._held: set[int] = set()
@@ -98,6 +100,7 @@ class TrajectoryQueue:
         earlier: int = 0,
         later: int = 0,
         straggler: Straggler = "wait",
+        selection: Selection = "oldest",
     ) -> list[int]:
         """Wait for ``count`` bundles (slots, or groups of slots), and hand out their slots.
 
@@ -110,6 +113,7 @@ class TrajectoryQueue:
             earlier: how many bundles were taken for the same update before.
             later: how many more will be.
             straggler: what happens to a slot in progress that is waited for; see :data:`Straggler`.
+            selection: what is preferred where the bound leaves a choice; without a bound, what has arrived first is.
 
         Returns:
             The slots; none if another thread has ended the wait.
@@ -124,7 +128,7 @@ class TrajectoryQueue:
                 return []
             if max_staleness is not None:
                 self._drop_stale(version - max_staleness)
-            taken = self._choose(count, version, max_staleness, earlier, later)
+            taken = self._choose(count, version, max_staleness, earlier, later, selection)
             if taken:
                 break
             if max_staleness is not None and straggler != "wait" and len(self._ready) >= count:
@@ -132,32 +136,37 @@ class TrajectoryQueue:
             self._wait()
         for bundle in taken:
             self._ready.remove(bundle)
+        if selection == "balanced_tasks":
+            self._turns.took([self._task_of(bundle) for bundle in taken])
         slots = [slot for bundle in taken for slot in bundle]
         self._held.update(slots)
         self.board.state[slots] = SlotState.HELD
         return slots
 
-    def _choose(self, count: int, version: int, max_staleness: int | None, earlier: int = 0, later: int = 0) -> list[Bundle]:
-        """The bundles to hand out, or none if it has to wait.
-
-        What began with weights o can be used until version o + η. Its turn comes in time, whatever finishes when, if after
-        each batch at most j batches' worth of bundles have to be used within the next j: the earliest deadline first.
-        """
+    def _choose(
+        self,
+        count: int,
+        version: int,
+        max_staleness: int | None,
+        earlier: int = 0,
+        later: int = 0,
+        selection: Selection = "oldest",
+    ) -> list[Bundle]:
+        """The bundles to hand out, or none if it has to wait."""
         if len(self._ready) < count:
             return []
+        ready = list(self._ready)
         if max_staleness is None:
-            return list(self._ready)[:count]
-        age = {bundle: self._age(bundle) for bundle in self._ready}
-        order = sorted(self._ready, key=age.__getitem__)  # of the same age, by arrival
+            return ready[:count]
+        ages = [self._age(bundle) for bundle in ready]
+        preferred = sorted(range(len(ready)), key=ages.__getitem__)  # of the same age, by arrival
+        if selection == "freshest":
+            preferred.sort(key=lambda number: -ages[number])
+        elif selection == "balanced_tasks":
+            preferred = self._turns.order([self._task_of(bundle) for bundle in ready], preferred)
         in_progress = list(self._ages_in_progress().values())
-        left = [age[bundle] for bundle in order[count:]] + in_progress
-        per_update = earlier + count + later
-        for batches in range(max_staleness + 1):
-            due = version + batches - max_staleness  # what began with these weights, or older ones, has to be used by then
-            too_many = sum(oldest <= due for oldest in left) > batches * per_update + later
-            if too_many and any(oldest <= due for oldest in in_progress):  # else, as after a jump, it is in vain to wait
-                return []
-        return order[:count]
+        bounds = {"version": version, "max_staleness": max_staleness, "earlier": earlier, "later": later}
+        return [ready[number] for number in choose(ages, preferred, in_progress, count, **bounds)]
 
     def release(self, slots: Sequence[int]) -> None:
         """Give back what was handed out: the envs may write there again."""
@@ -195,6 +204,10 @@ class TrajectoryQueue:
 
     def _age(self, slots: Iterable[int]) -> int:
         return min(int(self._oldest[slot]) for slot in slots)
+
+    def _task_of(self, bundle: Bundle) -> bytes:
+        """The task that all slots of a bundle are of, as the slab has it."""
+        return self.slab.rows(TASK)[bundle[0] * self.slab.layout.rows_per_slot].numpy().tobytes()
 
     def _bundle_of(self, slot: int) -> int:
         """A name for the bundle that a slot in progress will be in."""

@@ -18,6 +18,7 @@ from vla_async.collectors.orders import RowCounts
 from vla_async.collectors.row_env import LENGTH, RETURN, SEED, TASK
 from vla_async.collectors.slab import MASK, TRAJ_IDS, Slab, read_texts
 from vla_async.data.queue import Straggler
+from vla_async.data.selection import Selection
 from vla_async.data.staleness import StalenessMeter, stamp_staleness
 from vla_async.loops.slots import SlotPlan
 
@@ -33,6 +34,7 @@ class Rollouts:
         plan: what its slots hold.
         trainer: whose policy acts.
         straggler: what becomes of a trajectory in progress that would get too old.
+        selection: which trajectories are preferred.
         max_staleness: η. A resumed run goes on with what it was lowered to.
         state: of an earlier run, from :meth:`state_dict`.
 
@@ -48,10 +50,12 @@ class Rollouts:
         plan: SlotPlan,
         trainer: AsyncTrainer,
         straggler: Straggler,
+        selection: Selection,
         max_staleness: int,
         state: dict[str, Any] | None,
     ) -> None:
-        self.fleet, self.plan, self.device, self.straggler = fleet, plan, trainer.fabric.device, straggler
+        self.fleet, self.plan, self.device = fleet, plan, trainer.fabric.device
+        self.straggler, self.selection = straggler, selection
         self.max_staleness = min(max_staleness, state["max_staleness"]) if state else max_staleness
         fleet.serve(
             trainer.policy,
@@ -99,7 +103,13 @@ class Rollouts:
         """Wait for so many bundles, of which ``earlier`` were taken before; their slots, ordered by env."""
         later = self.plan.bundles - earlier - count
         slots = self.fleet.queue.take(
-            count, self.version, self.max_staleness, earlier=earlier, later=later, straggler=self.straggler
+            count,
+            self.version,
+            self.max_staleness,
+            earlier=earlier,
+            later=later,
+            straggler=self.straggler,
+            selection=self.selection,
         )
         if not slots:
             raise RuntimeError("the wait for trajectories was ended from elsewhere")

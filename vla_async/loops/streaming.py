@@ -24,6 +24,7 @@ from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.orders import FleetSettings
 from vla_async.collectors.shards import make_shards
 from vla_async.data.queue import Straggler
+from vla_async.data.selection import SELECTIONS, Selection
 from vla_async.data.streamer import Streamer, valid_decisions
 from vla_async.envs.base import EnvSpec
 from vla_async.fabric import training_device
@@ -61,6 +62,8 @@ class StreamingFitLoop(SyncFitLoop):
         max_staleness: η: no decision is consumed more than η updates after it was made. η + 1 global batches are in flight.
         straggler: what becomes of a fragment in progress that would get too old: ``wait``, ``cut`` or ``drop``. A whole
             episode cannot be cut; of one that is dropped, the group goes on without it.
+        selection: which of the trajectories that wait are preferred, as far as the bound leaves a choice: ``oldest``,
+            ``freshest`` or ``balanced_tasks``; see :data:`vla_async.data.selection.Selection`.
         placement: which device plays which role.
         max_batch_size: Bmax, the most rows of a forward pass of a replica.
         max_wait_s: Tmax, how long the oldest request waits for others.
@@ -83,6 +86,7 @@ class StreamingFitLoop(SyncFitLoop):
         async_interaction: bool = True,
         max_staleness: int = 1,
         straggler: Straggler = "wait",
+        selection: Selection = "oldest",
         placement: Placement | None = None,
         max_batch_size: int | None = None,
         max_wait_s: float = 0.0,
@@ -103,9 +107,11 @@ class StreamingFitLoop(SyncFitLoop):
             )
         if straggler not in ("wait", "cut", "drop"):
             raise ValueError(f"fit_loop.straggler={straggler!r}: choose wait, cut or drop")
+        if selection not in SELECTIONS:
+            raise ValueError(f"fit_loop.selection={selection!r}: choose {', '.join(SELECTIONS)}")
         self.fragments_per_update, self.train_async, self.streamer = fragments_per_update, train_async, streamer
         self.async_interaction, self.straggler, self.placement = async_interaction, straggler, placement or Placement()
-        self.max_staleness = max_staleness if train_async else 0
+        self.max_staleness, self.selection = max_staleness if train_async else 0, selection
         self.envs_per_worker, self.num_stages = envs_per_worker, num_stages
         self._settings: dict[str, Any] = {"max_batch_size": max_batch_size, "max_wait_s": max_wait_s}
         self._settings |= {"async_interaction": async_interaction}
@@ -161,7 +167,13 @@ class StreamingFitLoop(SyncFitLoop):
         if state:
             self._shuffle.set_state(state["shuffle"])
         rollouts = Rollouts(
-            self._fleet, self._plan(trainer), trainer, self.straggler, self.max_staleness, state.get("rollouts")
+            self._fleet,
+            self._plan(trainer),
+            trainer,
+            self.straggler,
+            self.selection,
+            self.max_staleness,
+            state.get("rollouts"),
         )
         self._rollouts = rollouts
         while not trainer.should_stop:
