@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vla_async.envs import EnvFactory, SimStep, Simulator
+from vla_async.shared_memory import numbers
 
 
 class CountingSimulator(Simulator):
@@ -22,7 +23,7 @@ class CountingSimulator(Simulator):
     """
 
     def __init__(self, inner: Simulator, counts: NDArray[np.int64]) -> None:
-        self.inner, self._counts = inner, counts
+        self.inner, self._counts = inner, numbers(counts)
         self.num_rows, self.device = inner.num_rows, inner.device
         self.action_low, self.action_high = inner.action_low, inner.action_high
 
@@ -39,7 +40,8 @@ class CountingSimulator(Simulator):
 
     def step(self, action: Tensor, rows: Tensor) -> SimStep:
         result = self.inner.step(action, rows)
-        self._counts += rows.numpy()
+        for row, takes_part in enumerate(rows.tolist()):
+            self._counts[row] += takes_part
         return result
 
     def close(self) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import TensorSpec
@@ -83,7 +85,7 @@ class ActingPolicy:
     def _probe(self, observed: Mapping[Key, Leaf]) -> list[Leaf]:
         """What the policy writes, found out with a decision on zeros."""
         zeros = {leaf.key: torch.zeros(1, *leaf.shape, dtype=leaf.dtype) for leaf in self.reads}
-        inputs = self._inputs(zeros, torch.zeros(1, dtype=torch.int64))
+        inputs = self._inputs(zeros, [0])
         given = {_tuple(key) for key in inputs.keys(True, True)}
         # a policy may write over what it reads only under "next": that is how it carries a state of its own
         outputs = self.forward(inputs)
@@ -102,9 +104,9 @@ class ActingPolicy:
                 leaves.append(Leaf(key, tuple(value.shape[1:]), value.dtype, "decision"))
         return leaves
 
-    def _inputs(self, rows: Mapping[Key, Tensor], request_keys: Tensor) -> TensorDict:
+    def _inputs(self, rows: Mapping[Key, Tensor], request_keys: Sequence[int]) -> TensorDict:
         size = len(request_keys)
-        source: dict[Any, Any] = {}
+        source: dict[Key, Any] = {}
         for leaf in self.reads:
             if not leaf.is_text:
                 source[leaf.key] = rows[leaf.key]
@@ -113,10 +115,9 @@ class ActingPolicy:
             else:
                 source[leaf.key] = read_texts(rows[leaf.key], (size,))
         if self.is_vla:
-            source[REQUEST_KEY] = request_keys.unsqueeze(-1)
-        td = TensorDict(source, batch_size=[size])
+            source[REQUEST_KEY] = torch.tensor(request_keys).unsqueeze(-1)
         if self.device.type == "cpu":
-            return td
+            return _nested(source, torch.Size([size]))
         return TensorDict(
             {key: _to(value, self.device) for key, value in source.items()}, batch_size=[size], device=self.device
         )
@@ -138,21 +139,26 @@ class ActingPolicy:
         return inputs if outputs is None else outputs
 
     def decide(
-        self, gather: Callable[[Leaf, Tensor, Tensor | None], Tensor], rows: Tensor, request_keys: Tensor, least: int = 0
+        self,
+        gather: Callable[[Leaf, NDArray[np.int64], Tensor | None], Tensor],
+        rows: NDArray[np.int64],
+        request_keys: Sequence[int],
+        least: int = 0,
     ) -> dict[Key, Tensor]:
         """Decide for rows of a slab.
 
         Args:
             gather: copies a leaf's rows out, into a tensor if one is given.
             rows: int64 ``[B]``.
-            request_keys: int64 ``[B]``.
+            request_keys: of each.
             least: the batch is filled up to so many rows, with copies of its first.
 
         Returns:
             What it wrote, on the CPU, by the keys of :attr:`writes`, each ``[B, ...]``.
         """
         size = len(rows)
-        rows, request_keys = self._filled(rows, least), self._filled(request_keys, least)
+        if missing := self._padded(size, least) - size:
+            rows, request_keys = np.append(rows, rows[:1].repeat(missing)), [*request_keys, *[request_keys[0]] * missing]
         seen = {leaf.key: gather(leaf, rows, self._staging(leaf, len(rows))) for leaf in self.reads}
         outputs = self.forward(self._inputs(seen, request_keys))
         made = {}
@@ -165,11 +171,10 @@ class ActingPolicy:
             torch.cuda.current_stream(self.device).synchronize()
         return made
 
-    def _filled(self, values: Tensor, least: int) -> Tensor:
-        """Padded to the next allowed batch size."""
-        least = max(least, len(values))
-        size = next((size for size in self._sizes if size >= least), least) if self._sizes else least
-        return values if size == len(values) else torch.cat([values, values[:1].expand(size - len(values))])
+    def _padded(self, size: int, least: int) -> int:
+        """The next allowed batch size."""
+        least = max(least, size)
+        return next((allowed for allowed in self._sizes if allowed >= least), least)
 
     def _staging(self, leaf: Leaf, size: int) -> Tensor | None:
         """Pinned memory for a leaf's rows on their way to a GPU."""
@@ -196,6 +201,23 @@ class RandomActions:
         for key, spec in self.specs.items():
             td.set(key, spec.expand(*td.batch_size, *spec.shape).rand())
         return td
+
+
+def _nested(source: Mapping[Key, Any], size: torch.Size) -> TensorDict:
+    """A TensorDict of leaves that are known to fit, without looking at them again, which takes longer than all the rest."""
+    out: dict[str, Any] = {}
+    for key, value in source.items():
+        level = out
+        for name in key[:-1]:
+            level = level.setdefault(name, {})
+        level[key[-1]] = value
+    return _dressed(out, size)
+
+
+def _dressed(level: dict[str, Any], size: torch.Size) -> TensorDict:
+    parts = {name: _dressed(value, size) if isinstance(value, dict) else value for name, value in level.items()}
+    made: TensorDict = TensorDict._new_unsafe(parts, batch_size=size)
+    return made
 
 
 def _tuple(key: Any) -> Key:

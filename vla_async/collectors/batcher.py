@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 Request = TypeVar("Request")
 
 
-@dataclass(frozen=True)
-class Share(Generic[Request]):
+class Share(NamedTuple, Generic[Request]):
     """The part of a request that is in a batch.
 
     Attributes:
@@ -25,7 +24,7 @@ class Share(Generic[Request]):
     stop: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Waiting(Generic[Request]):
     request: Request
     rows: int

@@ -17,10 +17,14 @@ from torchrl.envs import EnvBase
 from vla_async.collectors.groups import Grouping
 from vla_async.collectors.orders import EnvsReady, WorkerOrders
 from vla_async.collectors.row_env import EnvBaseRows, FactoryRows, RowEnv
+from vla_async.collectors.single_row import SingleRow, SingleRowWriter
 from vla_async.collectors.slot_writer import SlotWriter
 from vla_async.collectors.wires import ADMITTED, STOPPED, Ask, Wires, clock
 from vla_async.collectors.worker import Reporting, leave_signals_to_parent
 from vla_async.envs.base import EnvFactory
+from vla_async.shared_memory import numbers
+
+_DECIDE = int(Ask.DECIDE)  # by far the most frequent
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ class EnvSource:
 
     def build(self, text_bytes: int) -> RowEnv:
         if isinstance(self.make, EnvFactory):
-            return FactoryRows(self.make.make(self.index), text_bytes, self.grouping)
+            env = self.make.make(self.index)
+            rows = SingleRow if SingleRow.suits(env) else FactoryRows
+            return rows(env, text_bytes, self.grouping)
         return EnvBaseRows(self.make, text_bytes)
 
 
@@ -55,13 +61,19 @@ class EnvWorker:
 
     def __init__(self, number: int, envs: Sequence[RowEnv], orders: WorkerOrders, wires: Wires) -> None:
         self.number, self.orders, self.wires, self.board = number, orders, wires, orders.board
-        self.writers = [
-            SlotWriter(env, orders.slab, orders.board, address.rows) for env, address in zip(envs, orders.envs, strict=True)
-        ]
+        self.writers = [self._writer(env, address.rows) for env, address in zip(envs, orders.envs, strict=True)]
         self._answered = [0] * len(self.writers)
+        self._addresses = [(wires.asks[address.replica], address.rows.start) for address in orders.envs]
+        board = orders.board  # as memory: a number costs a tenth of what an array of one costs
+        self._busy_since, self._busy, self._env_steps = map(numbers, (board.busy_since, board.busy, board.env_steps))
         self._hungry: list[int] = []  # the envs with a row that has no slot, in the order in which they came to it
         self._absent: set[int] = set()  # those of them whose replica knows that they have nothing to decide on
         self._known_hungry: set[int] = set()  # those of them whose replica knows that they wait for a slot
+
+    def _writer(self, env: RowEnv, rows: range) -> SlotWriter:
+        if isinstance(env, SingleRow):
+            return SingleRowWriter(env, self.orders.slab, self.board, rows)
+        return SlotWriter(env, self.orders.slab, self.board, rows)
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -74,12 +86,12 @@ class EnvWorker:
         while True:
             self._feed()
             before = clock()
-            if any(self.writers[place].wanted for place in self._hungry):
+            wants = any(self.writers[place].wanted for place in self._hungry)
+            if wants:
                 poller.register(free, select.POLLIN)
-                poller.poll()
+            poller.poll()
+            if wants:
                 poller.unregister(free)
-            else:
-                poller.poll()
             if self._hungry:
                 self.board.waiting[self.number] += clock() - before
             for generation, place, rows in answers.receive():
@@ -106,7 +118,7 @@ class EnvWorker:
         started = self._enter()
         complete = writer.act()
         self._leave(started)
-        self.board.env_steps[self.number] += writer.env_steps
+        self._env_steps[self.number] += writer.env_steps
         if complete:
             # in this order: if this worker dies in between, the replica knows of the slots and will not give them back
             self._ask(place, Ask.FINISH, *map(writer.slot_of, complete))
@@ -148,21 +160,19 @@ class EnvWorker:
         self._absent.discard(place)
         self._known_hungry.discard(place)
         self.writers[place].ask()
-        self._ask(place, Ask.DECIDE, self.orders.envs[place].rows.start)
+        self._ask(place, _DECIDE, self._addresses[place][1])
 
-    def _ask(self, place: int, what: Ask, *ids: int) -> None:
-        replica, now = self.orders.envs[place].replica, clock()
+    def _ask(self, place: int, what: int, *ids: int) -> None:
         # at once, or the replica would answer the first alone
-        self.wires.asks[replica].send_all([(what, self.orders.generation, id, now) for id in ids])
+        self._addresses[place][0].send_all([(what, self.orders.generation, id, clock()) for id in ids])
 
     def _enter(self) -> float:
-        now = clock()
-        self.board.busy_since[self.number] = now
+        self._busy_since[self.number] = now = clock()
         return now
 
     def _leave(self, started: float) -> None:
-        self.board.busy_since[self.number] = 0.0
-        self.board.busy[self.number] += clock() - started
+        self._busy_since[self.number] = 0.0
+        self._busy[self.number] += clock() - started
 
 
 def yield_to_replicas() -> None:

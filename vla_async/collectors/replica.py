@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import select
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vla_async import keys
-from vla_async.collectors.acting import VERSION_LEAF, ActingPolicy
+from vla_async.collectors.acting import ActingPolicy
 from vla_async.collectors.batcher import DynamicBatcher, Share
 from vla_async.collectors.board import SlotState
 from vla_async.collectors.complaint import Complaint
@@ -18,10 +20,13 @@ from vla_async.collectors.orders import ReplicaOrders, ReplicaSettings
 from vla_async.collectors.slab import TRAJ_IDS, Key, Leaf
 from vla_async.collectors.slot_writer import numpy_rows
 from vla_async.collectors.wires import PAUSED, Ask, EnvAddress, Wires, clock
+from vla_async.shared_memory import numbers
 from vla_async.weights.publisher import WeightReceiver
 
+_DECIDE = int(Ask.DECIDE)  # by far the most frequent
 
-@dataclass
+
+@dataclass(slots=True)
 class _Request:
     """A decision for an env, or the end of a slot (``rows`` are then those of the slab that want a value)."""
 
@@ -30,7 +35,7 @@ class _Request:
     first_row: int  # of the env, or the row that wrote to the slot
     address: EnvAddress | None = None
     slot: int = -1
-    rows: Tensor | None = None
+    rows: list[int] = field(default_factory=list)
     answered: int = 0
 
 
@@ -62,9 +67,13 @@ class InferenceReplica:
         self._generations = dict.fromkeys(self._envs, 0)
         self._absent: set[int] = set()  # envs that have no episode to play
         self._hungry: set[int] = set()  # envs that wait for a slot
-        self._request_base = orders.request_base.numpy()
+        # read and written number by number: on a core that has just slept, an operation on an array costs as much as a
+        # hundred numbers, and one on a tensor twice that
+        self._slots, self._steps, self._asked = map(numbers, (self.board.slot, self.board.step, self.board.decisions))
+        self._request_base = numbers(orders.request_base.numpy())
         self._leaves = {leaf.key: self.slab.rows(leaf.key) for leaf in orders.slab.layout.leaves}
-        self._arrays = {leaf.key: numpy_rows(self._leaves[leaf.key]) for leaf in [*acting.writes, VERSION_LEAF]}
+        self._versions = numbers(self._leaves[(keys.POLICY_VERSION,)].numpy()[:, 0])
+        self._arrays = {leaf.key: numpy_rows(self._leaves[leaf.key]) for leaf in [*acting.reads, *acting.writes]}
         self._receiver = None
         if orders.weights is not None and isinstance(acting.policy, nn.Module):
             fixed = acting.device.type != "cpu" or settings.compile_policy
@@ -84,18 +93,19 @@ class InferenceReplica:
     def run(self) -> None:
         """Serve until told to stop."""
         asks = self.wires.asks[self.number]
+        poller = select.poll()
+        poller.register(asks, select.POLLIN)
         if self._receiver is not None:
             self.wires.acks.send(self.number, self.version, self._receiver.checksum())
         while True:
             deadline = None if self._paused else self.batcher.next_deadline()
-            timeout = None if deadline is None or deadline == float("inf") else max(0.0, deadline - clock())
-            select.select([asks], [], [], timeout)
+            poller.poll(None if deadline is None or deadline == float("inf") else max(0.0, deadline - clock()) * 1e3)
             for record in asks.receive():
                 if not self._hear(*record):
                     return
             if self._ends and not self._unheard and not self._paused:
                 ends, self._ends = self._ends, []
-                self._answer_in_order([Share(end, 0, len(end.rows)) for end in ends if end.rows is not None])
+                self._answer_in_order([Share(end, 0, len(end.rows)) for end in ends])
             if self.settings.lockstep:
                 self._set_barrier()
             batch = None if self._paused else self.batcher.pop_due(self._now())
@@ -109,9 +119,11 @@ class InferenceReplica:
 
     def _hear(self, what: int, generation: int, id: int, sent: float) -> bool:
         """Take in a record; False if it says to stop."""
-        if what == Ask.DECIDE and generation == self._generations[id]:
-            self._set_absent(id, False)
-            self._put(_Request(generation, sent, id, address=self._envs[id]), len(self._envs[id].rows))
+        if what == _DECIDE and generation == self._generations[id]:
+            if self.settings.lockstep:
+                self._set_absent(id, False)
+            address = self._envs[id]
+            self._put(_Request(generation, sent, id, address), len(address.rows))
         elif what == Ask.HUNGRY and generation == self._generations[id]:
             self._hungry.add(id)
             self._unheard.discard(id)
@@ -154,7 +166,7 @@ class InferenceReplica:
             self._hand_over(slot)
             return
         self.board.state[slot] = SlotState.CLOSING
-        end = _Request(0, sent, row, slot=slot, rows=torch.tensor(rows))
+        end = _Request(0, sent, row, slot=slot, rows=rows)
         if self.settings.lockstep:
             self._ends.append(end)
         else:
@@ -221,42 +233,41 @@ class InferenceReplica:
         address = request.address
         return address is None or request.generation == self._generations[address.rows.start]
 
-    def _rows(self, batch: Sequence[Share[_Request]]) -> tuple[Tensor, Tensor, int]:
+    def _rows(self, batch: Sequence[Share[_Request]]) -> tuple[NDArray[np.int64], list[int], int]:
         """The rows of the slab that a batch is about, their request keys, and how many of them, the first, are decisions."""
-        envs: list[int] = []
-        ends: list[Tensor] = []
-        for share in batch:
-            if share.request.address is not None:
-                first = share.request.address.rows.start
-                envs += range(first + share.start, first + share.stop)
-            elif share.request.rows is not None:
-                ends.append(share.request.rows[share.start : share.stop])
-        board = self.board
-        if not self.slab.layout.spans_episodes:  # rows without a slot stand still
-            envs = [row for row in envs if board.slot[row] >= 0]
-        rows = torch.from_numpy(board.slot[envs] * self.slab.layout.rows_per_slot + board.step[envs])
-        request_keys = torch.from_numpy(self._request_base[envs] + board.decisions[envs] - 1)
-        if not ends:
-            return rows, request_keys, len(envs)
-        rows = torch.cat([rows, *ends])
-        return rows, torch.cat([request_keys, request_keys.new_zeros(len(rows) - len(envs))]), len(envs)
+        rows, request_keys, ends = list[int](), list[int](), list[int]()
+        R, slots, steps = self.slab.layout.rows_per_slot, self._slots, self._steps
+        for request, start, stop in batch:
+            if request.address is None:
+                ends += request.rows[start:stop]
+                continue
+            first = request.address.rows.start
+            for row in range(first + start, first + stop):
+                if (slot := slots[row]) >= 0:  # rows without a slot stand still
+                    rows.append(slot * R + steps[row])
+                    request_keys.append(self._request_base[row] + self._asked[row] - 1)
+        decisions = len(rows)
+        return np.array(rows + ends, np.int64), request_keys + [0] * len(ends), decisions
 
-    def _gather(self, leaf: Leaf, rows: Tensor, out: Tensor | None) -> Tensor:
-        source = self._leaves[leaf.key]
-        return torch.index_select(source, 0, rows) if out is None else torch.index_select(source, 0, rows, out=out)
+    def _gather(self, leaf: Leaf, rows: NDArray[np.int64], out: Tensor | None) -> Tensor:
+        if out is not None:
+            return torch.index_select(self._leaves[leaf.key], 0, torch.from_numpy(rows), out=out)
+        taken = torch.from_numpy(self._arrays[leaf.key].take(rows, 0))
+        return taken if taken.dtype == leaf.dtype else taken.view(leaf.dtype)
 
-    def _write(self, made: dict[Key, Tensor], rows: Tensor, decisions: int) -> None:
+    def _write(self, made: dict[Key, Tensor], rows: NDArray[np.int64], decisions: int) -> None:
         """Write what was decided into the rows; of the ends of slots, which come last, the value alone."""
         self._complaint.check_finite(made if decisions else {(keys.VALUE,): made[(keys.VALUE,)]}, rows, self.version)
-        where = rows.numpy()  # NumPy's indexing costs half of torch's
+        where = rows[:decisions]
         if decisions < len(rows):
-            self._arrays[(keys.VALUE,)][where[decisions:]] = numpy_rows(made[(keys.VALUE,)])[decisions:]
-            where = where[:decisions]
+            self._arrays[(keys.VALUE,)][rows[decisions:]] = numpy_rows(made[(keys.VALUE,)])[decisions:]
         if not decisions:
             return
         for leaf in self.acting.writes:
             self._arrays[leaf.key][where + 1 if leaf.carried else where] = numpy_rows(made[leaf.key])[:decisions]
-        self._arrays[(keys.POLICY_VERSION,)][where] = self.version
+        version = self.version
+        for row in where.tolist():
+            self._versions[row] = version
 
     def _tell(self, share: Share[_Request]) -> None:
         """Wake the env, or hand the slot over, that a share belongs to."""
@@ -265,5 +276,5 @@ class InferenceReplica:
             self.wires.answers[request.address.worker].send(request.generation, request.address.place, count)
             return
         request.answered += count
-        if request.rows is not None and request.answered == len(request.rows):
+        if request.answered == len(request.rows):
             self._hand_over(request.slot)

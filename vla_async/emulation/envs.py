@@ -18,6 +18,7 @@ from vla_async.emulation.device import sleep_until
 from vla_async.emulation.durations import Constant, Duration
 from vla_async.envs.base import EnvFactory, SimStep, Simulator
 from vla_async.rng import episode_seed, fold
+from vla_async.shared_memory import numbers
 
 _TASK = "emulated"
 _NO_TIME = Constant()
@@ -40,8 +41,9 @@ class EmulatedSimulator(Simulator):
         size = factory.image_size
         images = {name: torch.zeros(num_rows, 3, size, size, dtype=torch.uint8) for name in factory.image_names}
         self._observation = {"state": state, **images}
-        self._elapsed = state.numpy()[:, 0]  # NumPy's views cost half of what indexing a tensor does
-        self._pixels = [image.numpy()[:, 0, 0, 0] for image in images.values()]
+        # memory costs less than indexing a tensor, or an array; what an emulated env computes is no part of the emulation
+        self._elapsed = numbers(state.numpy()[:, 0])
+        self._pixels = [numbers(image.numpy()[:, 0, 0, 0]) for image in images.values()]
         self._result = SimStep(self._observation, torch.ones(num_rows), torch.zeros(num_rows, dtype=torch.bool))
         self._generator = np.random.default_rng(0)
 
@@ -65,14 +67,16 @@ class EmulatedSimulator(Simulator):
 
     def step(self, action: Tensor, rows: Tensor) -> SimStep:
         deadline = time.perf_counter() + self.factory.step_time.draw(self._generator)
-        self._elapsed += rows.numpy()
+        for row, takes_part in enumerate(rows.tolist()):
+            self._elapsed[row] += takes_part
         self._show()
         sleep_until(deadline)
         return self._result
 
     def _show(self) -> None:
         for pixels in self._pixels:
-            pixels[:] = self._elapsed % 256
+            for row, elapsed in enumerate(self._elapsed):
+                pixels[row] = int(elapsed) % 256
 
 
 @dataclass(kw_only=True)
