@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from vla_async.envs.base import EnvFactory
 from vla_async.policies.base import VLAPolicy
 
@@ -36,3 +38,24 @@ def check_pair(policy: VLAPolicy, env: EnvFactory) -> None:
     """
     policy.check_env(env)
     env.check()
+
+
+def check_evaluation_device(device: str | None, beside_training: bool) -> None:
+    """Refuse a device for evaluation that is not there, or of no use.
+
+    Raises:
+        ValueError: names the setting, its value and the fix.
+    """
+    if device is None:
+        return
+    setting = f"evaluate_loop.device={device!r}"
+    if not beside_training:
+        raise ValueError(f"{setting} is for evaluate_loop.beside_training=true; in turn, the device that trains evaluates")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{setting}: {error}") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"{setting}: choose cpu, or a CUDA device such as cuda:1")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{setting} does not exist, torch sees {torch.cuda.device_count()} CUDA devices")

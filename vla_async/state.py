@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ class TrainState:
     loop: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     stopped: bool = False  # by a callback, after this step; no part of a checkpoint
+    # by the loop: its state as a checkpoint is to hold it, made of that after a step when one is written
+    complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     _finished: dict[str, Any] | None = None
 
     def end_step(self) -> None:
@@ -89,29 +92,23 @@ class TrainState:
             "seed": self.seed,
         }
 
-    def save(self, fabric: Fabric, path: Path, finished_step: bool = False) -> None:
-        """Write a checkpoint; an existing one is replaced only by a complete new one.
+    @property
+    def finished(self) -> dict[str, Any]:
+        """What :meth:`end_step` kept, which nobody changes any more; what is now, if it was not called yet."""
+        return self.content() if self._finished is None else self._finished
 
-        The file can be read by ``fabric.load`` with ``weights_only`` and by ``policy_class.load_from_checkpoint``.
+    def save(self, fabric: Fabric, path: Path, finished_step: bool = False) -> None:
+        """Write a checkpoint by :func:`write_checkpoint`.
 
         Args:
             fabric: writes it.
             path: the file.
             finished_step: write what :meth:`end_step` kept, if it was called, instead of what is now.
-
-        Raises:
-            RuntimeError: if it cannot be written (for example, because the disk is full).
         """
-        content = self._finished if finished_step and self._finished is not None else self.content()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
-        try:
-            fabric.save(unfinished, content)
-            os.replace(unfinished, path)
-        except (OSError, RuntimeError) as error:
-            unfinished.unlink(missing_ok=True)
-            kept = f"; the previous {path.name} is kept" if path.exists() else ""
-            raise RuntimeError(f"the checkpoint {path} could not be written: {error}{kept}") from error
+        content = self.finished if finished_step else self.content()
+        if self.complete is not None:
+            content = content | {"loop": self.complete(content["loop"])}
+        write_checkpoint(fabric, path, content)
 
     def load(self, path: Path) -> None:
         """Take over a checkpoint of the same stage.
@@ -169,6 +166,25 @@ def find_checkpoint(
             if content["stage"] == wanted:
                 return content, candidate
     return read_checkpoint(path, stage), path
+
+
+def write_checkpoint(fabric: Fabric, path: Path, content: dict[str, Any]) -> None:
+    """Write a checkpoint; an existing one is replaced only by a complete new one.
+
+    The file can be read by ``fabric.load`` with ``weights_only`` and by ``policy_class.load_from_checkpoint``.
+
+    Raises:
+        RuntimeError: if it cannot be written (for example, because the disk is full).
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        fabric.save(unfinished, content)
+        os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:
+        unfinished.unlink(missing_ok=True)
+        kept = f"; the previous {path.name} is kept" if path.exists() else ""
+        raise RuntimeError(f"the checkpoint {path} could not be written: {error}{kept}") from error
 
 
 def read_checkpoint(path: Path, stage: str | None = None) -> dict[str, Any]:

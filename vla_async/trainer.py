@@ -34,7 +34,7 @@ from vla_async.loops.collect import CollectLoop, CollectReport
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
 from vla_async.loops.sft import SFTLoop
 from vla_async.loops.sync import SyncFitLoop
-from vla_async.loops.validation import Validation, evaluate_in_turn
+from vla_async.loops.validation import evaluate_in_turn, make_validation
 from vla_async.objectives.base import Objective
 from vla_async.policies.base import VLAPolicy
 from vla_async.rng import Split
@@ -103,7 +103,7 @@ class AsyncTrainer:
         for kind in (Checkpoint, SuccessPlot, Progress):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.append(kind())
-        self.validation = Validation()
+        self.validation = make_validation(self.evaluate_loop)
         self.config_text: str | None = None
         self.interrupts, self._clock = Interrupts(), 0.0  # up to when training time has been counted
         self.origin: Path | None = None  # the checkpoint that a run started from

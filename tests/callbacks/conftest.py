@@ -31,6 +31,7 @@ class FakeTrainer:
         self.run = SimpleNamespace(path=self.path)
         self.origin: Path | None = None
         self.sft_loop = SimpleNamespace(max_steps=8)
+        self.validation = SimpleNamespace(note="", save=lambda trainer, name: trainer.save_checkpoint(name))
 
     def save_checkpoint(self, name: str, finished_step: bool = False) -> Path:
         assert finished_step == (name == "last")  # `last` is what a run is resumed from: never the middle of an update

@@ -78,8 +78,9 @@ def test_imitation_shows_its_own_limit_and_loss_and_no_env_steps(make_trainer, c
 def test_a_validation_is_one_line_with_both_rates_n_and_interval(make_trainer, evaluation, capsys):
     progress, trainer = Progress(), make_trainer()
     progress.on_start(trainer)
-    trainer.state.counters.step = 7
-    progress.on_evaluation_end(trainer, evaluation((8, 5, 10)))
+    result = evaluation((8, 5, 10))
+    result.policy_version = 7  # where training has gone on meanwhile, this is not the current step
+    progress.on_evaluation_end(trainer, result)
     progress.on_end(trainer)
     out = capsys.readouterr().out
     expected = "success_once 0.80 [0.49, 0.94] n=10 · success_at_end 0.50 [0.24, 0.76] n=10"

@@ -24,8 +24,9 @@ def test_each_validation_adds_a_point_at_its_env_steps_and_draws_anew(make_train
     plot, trainer = SuccessPlot(), make_trainer()
     plot.on_start(trainer)
     for env_steps, successes in ((0, 1), (500, 4)):
-        trainer.state.counters.env_steps = env_steps
-        plot.on_evaluation_end(trainer, evaluation((successes, 1, 5)))
+        result = evaluation((successes, 1, 5))
+        result.env_steps = env_steps
+        plot.on_evaluation_end(trainer, result)
     first = SuccessPoint(0, SuccessRate(1, 5), SuccessRate(1, 5))
     second = SuccessPoint(500, SuccessRate(4, 5), SuccessRate(1, 5))
     path = trainer.path / "success.png"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.fakes import ClockEnvs, make_trainer, tiny
+from tests.loops.validation_fakes import gated
 from vla_async.collectors.pool import EnvPool
 from vla_async.envs import ToyEnvs
 from vla_async.loops import EvaluateLoop, StreamingFitLoop, SyncFitLoop
@@ -16,15 +17,24 @@ from vla_async.loops import EvaluateLoop, StreamingFitLoop, SyncFitLoop
 ENDLESS: dict[str, Any] = {"fit_loop": SyncFitLoop(decisions_per_env=3, update_epochs=1), "max_steps": -1}
 STREAMING: dict[str, Any] = ENDLESS | {"fit_loop": StreamingFitLoop(decisions_per_env=3, update_epochs=1, max_staleness=2)}
 
+BESIDE: dict[str, Any] = ENDLESS | {
+    "val_every_n_steps": 1_000_000,
+    "evaluate_loop": EvaluateLoop(num_episodes=2, num_videos=0, beside_training=True),
+}
+
 
 def main(root: Path, mode: str) -> None:
-    """Train until someone ends it: in either loop, after an evaluation with a video; or until a worker hangs."""
+    """Train until someone ends it: in either loop, after an evaluation with a video; until a worker hangs; or
+    with an evaluation beside it that never ends.
+    """
     if mode in ("endless", "streaming"):
         options = (ENDLESS if mode == "endless" else STREAMING) | {
             "val_every_n_steps": 1_000_000,
             "evaluate_loop": EvaluateLoop(num_episodes=2),
         }
         make_trainer(root, **options).fit(tiny(), ToyEnvs(num_envs=2))
+    if mode == "beside":
+        make_trainer(root, **BESIDE).fit(tiny(), gated(root / "gate"))
     if mode == "hanging":
         flag = str(root / "hangs")
         make_trainer(root, **ENDLESS).fit(tiny(), ClockEnvs(fault="hang-in-step", fault_env=1, fault_step=16, flag=flag))

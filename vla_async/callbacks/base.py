@@ -20,7 +20,11 @@ class Callback:
         """A step has ended and its metrics have been logged."""
 
     def on_evaluation_end(self, trainer: AsyncTrainer, result: EvaluationResult) -> None:
-        """An evaluation has ended: during training, or on its own."""
+        """An evaluation has ended: during training, or on its own.
+
+        Beside training, ``trainer.state`` has gone on; ``result`` says which weights were evaluated, and
+        ``trainer.validation.save(trainer, name)`` writes their state.
+        """
 
     def on_exception(self, trainer: AsyncTrainer, error: BaseException) -> None:
         """Training was cut short, by an error or by Ctrl-C (``KeyboardInterrupt``)."""

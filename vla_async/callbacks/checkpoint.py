@@ -26,7 +26,8 @@ class Checkpoint(Callback):
             is what remains of a run that is killed.
         save_last: write ``last`` when the run ends or is cut short.
         save_best: write ``best`` when a validation during ``fit`` is at least as good as all before; of equals the newest
-            is kept, which has trained the longest.
+            is kept, which has trained the longest. It holds the state that was validated, also where training has gone on
+            meanwhile (``evaluate_loop.beside_training``), and can be resumed from like ``last``.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Checkpoint(Callback):
         success = result.success("success_once").rate
         if success >= trainer.state.counters.best_success:
             trainer.state.counters.best_success = success  # before it is saved, so that a run resumed from it knows
+            self._saved_step = -1  # what has been saved of this step does not know
             if self.save_best:
-                trainer.save_checkpoint("best")
+                trainer.validation.save(trainer, "best")
 
     def on_exception(self, trainer: AsyncTrainer, error: BaseException) -> None:
         running, self._running = self._running, False

@@ -51,7 +51,7 @@ class Progress(Callback):
         if not self._running:
             return
         self._validated = result.success().rate
-        _say(f"{result.split} at step {trainer.state.counters.step}: {evaluation_line(result)}")
+        _say(f"{result.split} at step {result.policy_version}: {evaluation_line(result)}")
         for task in result.tasks if len(result.tasks) > 1 else []:
             _say(f"  {task}: {evaluation_line(result, task)}")
 
@@ -132,6 +132,8 @@ class Progress(Callback):
         parts += [f"{name.removeprefix('sft/').replace('_', ' ')} {value:.3f}" for name, value in losses.items()]
         if self._validated is not None:
             parts.append(f"validated {self._validated:.2f}")
+        if note := trainer.validation.note:
+            parts.append(note)
         return " · ".join([*parts, f"elapsed {duration_text(time.perf_counter() - self._started)}"])
 
 

@@ -37,7 +37,7 @@ class SuccessPlot(Callback):
         if not self._running:
             return
         rates = result.success("success_once"), result.success("success_at_end")
-        self.points.append(SuccessPoint(trainer.state.counters.env_steps, *rates))
+        self.points.append(SuccessPoint(result.env_steps, *rates))
         path = trainer.run.path / self.filename
         try:
             plot_success(self.points, path, title=trainer.name)

@@ -38,10 +38,10 @@ class Member:
     started: float | None = field(default_factory=clock)
 
 
-def start_member(context: Any, name: str, target: Any, *arguments: Any) -> Member:
-    """Start a process whose first argument is its link."""
+def start_member(context: Any, name: str, target: Any, *arguments: Any, daemon: bool = True) -> Member:
+    """Start a process whose first argument is its link. One that starts others itself must not be a daemon."""
     ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *arguments), name=name.replace(" ", "-"), daemon=True)
+    process = context.Process(target=target, args=(theirs, *arguments), name=name.replace(" ", "-"), daemon=daemon)
     process.start()
     theirs.close()
     return Member(name, process, ours)

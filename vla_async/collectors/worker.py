@@ -116,11 +116,13 @@ class Reply:
         frames: uint8 ``[H, W, 3]`` pictures of row 0, one per executed env step, if the env records. Arrays, because a
             tensor would travel as an open file of its own, and an episode has more pictures than a process may have files.
         error: the worker's own traceback.
+        is_arithmetic: whether the error says that something was computed which is not finite, or the like.
     """
 
     episodes: dict[int, tuple[str, str]] = field(default_factory=dict)
     frames: list[NDArray[np.uint8]] = field(default_factory=list)
     error: str | None = None
+    is_arithmetic: bool = False
 
 
 class _Worker:
@@ -173,7 +175,8 @@ class Reporting:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self.link.send(Reply(error="".join(traceback.format_exception(error))))
+            told = "".join(traceback.format_exception(error))
+            self.link.send(Reply(error=told, is_arithmetic=isinstance(error, ArithmeticError)))
             raise SystemExit(1) from None
 
 

@@ -17,6 +17,7 @@ from vla_async.collectors.episodes import Episode, EpisodeTracker
 from vla_async.collectors.pool import EnvPool
 from vla_async.collectors.view import PolicyView
 from vla_async.envs.base import EnvFactory, OnSuccess
+from vla_async.limits import check_evaluation_device
 from vla_async.monitor.metrics import SuccessRate, mean
 from vla_async.monitor.video import VideoRecorder
 from vla_async.policies.base import VLAPolicy
@@ -34,12 +35,14 @@ class EvaluationResult:
         policy_version: number of updates behind the evaluated weights.
         episodes: all of them.
         videos: files written.
+        env_steps: executed for training before the evaluated weights; the trainer fills it in.
     """
 
     split: Split
     policy_version: int
     episodes: list[Episode]
     videos: list[Path] = field(default_factory=list)
+    env_steps: int = 0
 
     def success(self, kind: SuccessKind = "success_once", task: str | None = None) -> SuccessRate:
         """The success rate over all episodes, or over those of one task."""
@@ -87,6 +90,9 @@ class EvaluateLoop:
             success_once; None keeps the factory's own setting.
         num_videos: how many episodes of the first env of each task are recorded; of a batch, of its first env only.
         timeout_s: how long an env may take to be built or to answer.
+        beside_training: validate during ``fit`` in a process of its own, on a frozen copy of the weights, while rollouts
+            and training go on; see :class:`~vla_async.loops.validation.BesideTraining`. Off: training waits.
+        device: where the policy acts in that process, for example ``cuda:1``; the CPU by default.
     """
 
     def __init__(
@@ -97,6 +103,8 @@ class EvaluateLoop:
         on_success: OnSuccess | None = "continue",
         num_videos: int = 1,
         timeout_s: float = 300.0,
+        beside_training: bool = False,
+        device: str | None = None,
     ) -> None:
         if num_episodes < 1:
             raise ValueError(f"evaluate_loop.num_episodes={num_episodes} must be at least 1")
@@ -108,11 +116,17 @@ class EvaluateLoop:
             raise ValueError(f"evaluate_loop.num_videos={num_videos} must not be negative")
         if timeout_s <= 0:
             raise ValueError(f"evaluate_loop.timeout_s={timeout_s} must be positive")
+        check_evaluation_device(device, beside_training)
+        self.beside_training, self.device = beside_training, torch.device(device or "cpu")
         self.num_episodes, self.num_envs, self.deterministic = num_episodes, num_envs, deterministic
         self.on_success, self.num_videos, self.timeout_s = on_success, num_videos, timeout_s
         self._pool: EnvPool | None = None
         self._key: Any = None
         self._ended: list[Collection[Episode]] = []
+
+    def check(self, factory: EnvFactory) -> None:
+        """Refuse envs that cannot be evaluated in, before any is built; raises as :meth:`open`."""
+        next(self._waves(factory))
 
     def open(self, factory: EnvFactory) -> EnvPool:
         """The evaluation envs of ``factory``, of its first tasks if there are fewer envs than tasks.
@@ -161,6 +175,7 @@ class EvaluateLoop:
         policy_version: int = 0,
         videos: Path | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        progress: Callable[[int], None] | None = None,
     ) -> EvaluationResult:
         """Evaluate.
 
@@ -171,6 +186,7 @@ class EvaluateLoop:
             policy_version: number of updates behind the policy's weights.
             videos: directory for recordings; none are made without it.
             autocast: makes the context in which the policy acts.
+            progress: is told how many episodes have ended.
 
         Raises:
             ValueError: if a batched factory has fewer envs than tasks.
@@ -182,7 +198,7 @@ class EvaluateLoop:
         policy.eval()
         try:
             with set_exploration_type(mode), autocast():
-                return self._run(policy, factory, split, policy_version, videos)
+                return self._run(policy, factory, split, policy_version, videos, progress)
         except BaseException:
             self.close()  # envs that were left in the middle of a command
             raise
@@ -190,14 +206,22 @@ class EvaluateLoop:
             policy.train(was_training)
 
     def _run(
-        self, policy: VLAPolicy, factory: EnvFactory, split: Split, version: int, videos: Path | None
+        self,
+        policy: VLAPolicy,
+        factory: EnvFactory,
+        split: Split,
+        version: int,
+        videos: Path | None,
+        progress: Callable[[int], None] | None,
     ) -> EvaluationResult:
         result, self._ended = EvaluationResult(split, version, []), []
         for wave in self._waves(factory):
             recorder = VideoRecorder(videos, f"{split}_{version:06d}", self.num_videos)
             part = _Evaluation(self._open(factory, wave), policy, split, self.num_episodes, recorder)
             self._ended = [result.episodes, part.episodes.values()]
-            part.run()
+            for _ in part.run():
+                if progress is not None:
+                    progress(self.finished)
             result.episodes += [part.episodes[key] for key in sorted(part.episodes)]
             result.videos += recorder.files
             self._ended = [result.episodes]
@@ -223,8 +247,8 @@ class _Evaluation:
         self.episodes: dict[tuple[int, int], Episode] = {}
         self._tracker, self._view = EpisodeTracker(pool), PolicyView(pool, policy)
 
-    def run(self) -> None:
-        """Play all episodes. The first reset also tells which task each env runs."""
+    def run(self) -> Iterator[None]:
+        """Play all episodes, a decision at a time. The first reset also tells which task each env runs."""
         pool, num = self.pool, self.pool.num_envs
         pool.reset(torch.ones(num, dtype=torch.bool), torch.full((num,), evaluation_seed(self.split, 0)))
         order = list(dict.fromkeys(pool.tasks))
@@ -236,6 +260,7 @@ class _Evaluation:
         self._begin(range(num))
         while bool((self._playing >= 0).any()):
             self._decide()
+            yield
 
     def _seeds(self) -> Tensor:
         return torch.tensor([evaluation_seed(self.split, max(episode, 0)) for episode in self._playing.tolist()])
