@@ -45,7 +45,7 @@ def fails(
 
 
 def process(trainer: AsyncTrainer) -> Any:
-    return trainer.validation._member.process  # type: ignore[attr-defined]
+    return trainer.validation._process.member.process  # type: ignore[attr-defined]
 
 
 def kill(trainer: AsyncTrainer) -> None:

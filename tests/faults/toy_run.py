@@ -24,8 +24,10 @@ BESIDE: dict[str, Any] = ENDLESS | {
 
 
 def main(root: Path, mode: str) -> None:
-    """Train until someone ends it: in either loop, after an evaluation with a video; until a worker hangs; or
-    with an evaluation beside it that never ends.
+    """Train until someone ends it.
+
+    In either loop, after an evaluation with a video; with an evaluation beside it that never ends; or with a worker that
+    hangs.
     """
     if mode in ("endless", "streaming"):
         options = (ENDLESS if mode == "endless" else STREAMING) | {

@@ -15,7 +15,7 @@ from tests.loops.validation_fakes import At, Results, await_evaluation, gated
 from vla_async.callbacks import Callback, Checkpoint, SuccessPlot
 from vla_async.envs import EnvFactory, ToyEnvs
 from vla_async.loops import EvaluateLoop, StreamingFitLoop, SyncFitLoop
-from vla_async.loops import validation as module
+from vla_async.loops import evaluation_process as module
 from vla_async.loops.base import Loop
 from vla_async.loops.validation import BesideTraining
 from vla_async.objectives import PPO
@@ -183,8 +183,8 @@ class Watch(Callback):
 
     def on_step_end(self, trainer: AsyncTrainer, metrics: Mapping[str, float]) -> None:
         assert isinstance(trainer.validation, BesideTraining)
-        assert trainer.validation._member is not None
-        self.pids.append(trainer.validation._member.process.pid or 0)
+        assert trainer.validation._process is not None
+        self.pids.append(trainer.validation._process.member.process.pid or 0)
 
 
 def test_one_process_serves_a_whole_run_and_ends_with_it(tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_a_policy_that_changes_its_shape_is_an_error(tmp_path: Path) -> None:
 def test_what_cannot_be_evaluated_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not hours later: too few envs for the tasks, no memory for the weights."""
     seen = Results()
+    env = ClockEnvs(num_envs=2, names=("a", "b"), batched=True)
     with pytest.raises(ValueError, match=r"1 envs in one batch cannot run 2 tasks; set evaluate_loop.num_envs"):
-        env = ClockEnvs(num_envs=2, names=("a", "b"), batched=True)
         fit(tmp_path, seen, env=env, evaluate={"num_envs": 1})
     monkeypatch.setattr(module, "free_shared_memory", lambda: 1000)
     with pytest.raises(MemoryError, match=r"evaluate_loop.beside_training needs .* bytes .* and 1,000 are free; enlarge"):

@@ -4,23 +4,154 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import torch
 from torch import Tensor
 
-from vla_async.collectors.worker import Reporting, leave_signals_to_parent
+from vla_async.collectors.acting import portable
+from vla_async.collectors.pool import WorkerError, how_it_ended, worker_context
+from vla_async.collectors.processes import end_members, start_member
+from vla_async.collectors.worker import Reply, Reporting, leave_signals_to_parent
 from vla_async.envs.base import EnvFactory
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
 from vla_async.policies.base import VLAPolicy
 from vla_async.rng import fold
-from vla_async.shared_memory import Field, SharedBlock
+from vla_async.shared_memory import Field, SharedBlock, block_bytes, free_shared_memory
+
+if TYPE_CHECKING:
+    from vla_async.trainer import AsyncTrainer
+
+Snapshot = dict[str, Any]  # what a checkpoint of a step holds, which nobody changes any more
+
+
+class EvaluationProcess:
+    """The evaluation process, as the trainer sees it: one request at a time.
+
+    Attributes:
+        weights: the tensors of the policy's state_dict.
+        progress: int64 ``[1]``, how many episodes of the request have ended.
+        wanted: how many there are.
+
+    Args:
+        trainer: set up, its state kept.
+
+    Raises:
+        ValueError: if its envs cannot be evaluated in.
+        MemoryError: if the weights do not fit into shared memory once more.
+    """
+
+    def __init__(self, trainer: AsyncTrainer) -> None:
+        loop, env = trainer.evaluate_loop, trainer.env
+        loop.check(env)
+        self.wanted = loop.num_episodes * len(env.task_names)
+        self.weights = _block(trainer.state.finished["state_dict"])
+        self.progress = SharedBlock({"ended": Field((1,), torch.int64)})
+        self._thread: threading.Thread | None = None
+        orders = EvaluationOrders(
+            pickled=cloudpickle.dumps((portable(trainer.policy), loop)),
+            factory=env,
+            videos=trainer.run.videos,
+            autocast=torch.bfloat16 if trainer.precision == "bf16-mixed" else None,
+            seed=trainer.seed,
+            weights=self.weights,
+            progress=self.progress,
+        )
+        self.member = start_member(worker_context(), "evaluation process", run_evaluations, orders, daemon=False)
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether :meth:`receive` would not wait."""
+        return self.member.link.poll(0)
+
+    def request(self, snapshot: Snapshot) -> None:
+        """Let it evaluate these weights. They are copied by a thread, for the trainer has better things to do.
+
+        Raises:
+            RuntimeError: if they are not those of the policy that it has.
+        """
+        if fields_of(snapshot["state_dict"]) != self.weights.fields:
+            raise RuntimeError(
+                "the tensors of the policy's state_dict have changed since the run began, so that its weights cannot be "
+                "handed to the evaluation process; set evaluate_loop.beside_training=false"
+            )
+        self.progress["ended"].zero_()
+        arguments = (self.member.link, self.weights, snapshot)
+        self._thread = threading.Thread(target=_send, args=arguments, name="weights-to-evaluation", daemon=True)
+        self._thread.start()
+
+    def receive(self) -> EvaluationResult:
+        """Wait for a result.
+
+        Raises:
+            FloatingPointError: if a number was not finite, as where it was raised.
+            WorkerError: if it has failed otherwise, or ended.
+        """
+        member = self.member
+        try:
+            message = member.link.recv()
+        except (EOFError, ConnectionResetError):
+            raise WorkerError(f"the {member.name} (pid {member.process.pid}) {how_it_ended(member.process)}") from None
+        if isinstance(message, Reply):
+            kind = FloatingPointError if message.is_arithmetic else WorkerError
+            raise kind(f"the {member.name} failed with\n{message.error}")
+        assert isinstance(message, EvaluationResult)
+        return message
+
+    def end(self, idle: bool) -> None:
+        """End it and its envs: at once, or, if it is idle, when it has closed them."""
+        if idle:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended already
+                self.member.link.send(None)
+        else:
+            self.member.process.kill()
+        if self._thread is not None:
+            self._thread.join()
+        end_members([self.member], [], grace_s=5.0)
+
+
+def version_of(snapshot: Snapshot) -> int:
+    """The number of updates behind its weights."""
+    version: int = snapshot["counters"]["step"]
+    return version
+
+
+def fields_of(state_dict: Mapping[str, Any]) -> dict[str, Field]:
+    """The tensors of a state_dict as fields of a block."""
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
+    return {name: Field(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+
+
+def _block(state_dict: Mapping[str, Any]) -> SharedBlock:
+    """Shared memory for weights."""
+    fields = fields_of(state_dict)
+    wanted, free = block_bytes(fields), free_shared_memory()
+    if wanted > free:
+        raise MemoryError(
+            f"evaluate_loop.beside_training needs {wanted:,} bytes of shared memory for a copy of the weights, and {free:,} "
+            "are free; enlarge /dev/shm (docker run --shm-size), or set it to false"
+        )
+    return SharedBlock(fields)
+
+
+def _send(link: Any, block: SharedBlock, snapshot: Snapshot) -> None:
+    """Copy the weights into the block and ask for their evaluation."""
+    others = {}
+    for name, value in snapshot["state_dict"].items():
+        if isinstance(value, Tensor):
+            block[name].copy_(value)
+        else:
+            others[name] = value
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, which the next look at it will tell
+        link.send((version_of(snapshot), others))
 
 
 @dataclass(frozen=True)
@@ -44,12 +175,6 @@ class EvaluationOrders:
     seed: int
     weights: SharedBlock
     progress: SharedBlock
-
-
-def fields_of(state_dict: Mapping[str, Any]) -> dict[str, Field]:
-    """The tensors of a state_dict as fields of a block."""
-    tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
-    return {name: Field(tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
 
 def run_evaluations(link: Connection, orders: EvaluationOrders) -> None:

@@ -10,29 +10,16 @@ Beside training, in one picture::
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import cloudpickle
-import torch
-from torch import Tensor
-
-from vla_async.collectors.acting import portable
-from vla_async.collectors.pool import WorkerError, how_it_ended, worker_context
-from vla_async.collectors.processes import Member, end_members, start_member
-from vla_async.collectors.worker import Reply
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
-from vla_async.loops.evaluation_process import EvaluationOrders, fields_of, run_evaluations
+from vla_async.loops.evaluation_process import EvaluationProcess, Snapshot, version_of
 from vla_async.rng import Split
-from vla_async.shared_memory import Field, SharedBlock, block_bytes, free_shared_memory
 from vla_async.state import write_checkpoint
 
 if TYPE_CHECKING:
     from vla_async.trainer import AsyncTrainer
-
-Snapshot = dict[str, Any]  # what a checkpoint of a step holds, which nobody changes any more
 
 
 class Validation:
@@ -82,8 +69,7 @@ class BesideTraining(Validation):
     """
 
     def __init__(self) -> None:
-        self._member: Member | None = None
-        self._thread: threading.Thread | None = None
+        self._process: EvaluationProcess | None = None
         self._running: Snapshot | None = None
         self._waiting: Snapshot | None = None
         self._told: Snapshot | None = None  # the one whose evaluation the callbacks are being told of
@@ -91,11 +77,10 @@ class BesideTraining(Validation):
 
     @property
     def note(self) -> str:
-        running = self._running
-        if running is None:
+        process, running = self._process, self._running
+        if process is None or running is None:
             return ""
-        ended = int(self._progress["ended"])
-        return f"validating step {_version(running)}: {ended}/{self._wanted} episodes"
+        return f"validating step {version_of(running)}: {int(process.progress['ended'])}/{process.wanted} episodes"
 
     def begin(self, trainer: AsyncTrainer) -> None:
         """Start the process, and hand it the first weights.
@@ -106,33 +91,19 @@ class BesideTraining(Validation):
         """
         if trainer.state.stage != "fit" or not trainer.val_every_n_steps:
             return
-        loop, env = trainer.evaluate_loop, trainer.env
-        loop.check(env)
-        self._wanted = loop.num_episodes * len(env.task_names)
-        self._weights = _block(trainer.state.finished)
-        self._progress = SharedBlock({"ended": Field((1,), torch.int64)})
-        orders = EvaluationOrders(
-            pickled=cloudpickle.dumps((portable(trainer.policy), loop)),
-            factory=env,
-            videos=trainer.run.videos,
-            autocast=torch.bfloat16 if trainer.precision == "bf16-mixed" else None,
-            seed=trainer.seed,
-            weights=self._weights,
-            progress=self._progress,
-        )
-        self._member = start_member(worker_context(), "evaluation process", run_evaluations, orders, daemon=False)
+        self._process = EvaluationProcess(trainer)
         if trainer.state.counters.step == 0:
             self.step_ended(trainer)
 
     def metrics(self, trainer: AsyncTrainer) -> dict[str, float]:
         """Take in a result if there is one; it is logged by itself, under another step."""
-        if self._member is not None and self._member.link.poll(0):
+        if self._process is not None and self._process.has_spoken:
             self._take_in(trainer)
         return {}
 
     def step_ended(self, trainer: AsyncTrainer) -> None:
         """Hand the step's weights over, or let them wait, if a validation is due."""
-        if self._member is None or not is_due(trainer):
+        if self._process is None or not is_due(trainer):
             return
         if self._running is None:
             self._hand_over(trainer.state.finished)
@@ -144,7 +115,7 @@ class BesideTraining(Validation):
         """Wait for the results that are still to come, each for as long as an evaluation may take."""
         while self._running is not None:
             self._take_in(trainer)
-        if self._member is not None:
+        if self._process is not None:
             with trainer.interrupts.critical():
                 trainer.state.end_step()  # what the results have changed (best_success) is kept with the last step
 
@@ -159,37 +130,21 @@ class BesideTraining(Validation):
 
     def close(self) -> None:
         """End the process and its envs: at once if it evaluates."""
-        member, idle = self._member, self._running is None
-        self._member = self._running = self._waiting = self._told = None
+        process, idle = self._process, self._running is None
+        self._process = self._running = self._waiting = self._told = None
         self._skipped = 0
-        if member is None:
-            return
-        if idle:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended already
-                member.link.send(None)
-        else:
-            member.process.kill()
-        if self._thread is not None:
-            self._thread.join()
-        end_members([member], [], grace_s=5.0)
+        if process is not None:
+            process.end(idle)
 
     def _hand_over(self, snapshot: Snapshot) -> None:
-        """Let the process evaluate these weights. They are copied by a thread: the trainer has better things to do."""
-        assert self._member is not None
-        if fields_of(snapshot["state_dict"]) != self._weights.fields:
-            raise RuntimeError(
-                "the tensors of the policy's state_dict have changed since the run began, so that its weights cannot be "
-                "handed to the evaluation process; set evaluate_loop.beside_training=false"
-            )
+        assert self._process is not None
+        self._process.request(snapshot)
         self._running = snapshot
-        self._progress["ended"].zero_()
-        arguments = (self._member.link, self._weights, snapshot)
-        self._thread = threading.Thread(target=_send, args=arguments, name="weights-to-evaluation", daemon=True)
-        self._thread.start()
 
     def _take_in(self, trainer: AsyncTrainer) -> None:
         """Wait for the next result; log it and tell the callbacks, while the weights that wait are evaluated."""
-        result = self._receive()
+        assert self._process is not None
+        result = self._process.receive()
         self._told, self._running = self._running, None
         assert self._told is not None
         if self._waiting is not None:
@@ -202,19 +157,6 @@ class BesideTraining(Validation):
         trainer.fabric.log_dict(metrics, step=result.policy_version)
         tell(trainer, result)
         self._told = None
-
-    def _receive(self) -> EvaluationResult:
-        assert self._member is not None
-        member = self._member
-        try:
-            message = member.link.recv()
-        except (EOFError, ConnectionResetError):
-            raise WorkerError(f"the {member.name} (pid {member.process.pid}) {how_it_ended(member.process)}") from None
-        if isinstance(message, Reply):
-            kind = FloatingPointError if message.is_arithmetic else WorkerError  # as where it was raised
-            raise kind(f"the {member.name} failed with\n{message.error}")
-        assert isinstance(message, EvaluationResult)
-        return message
 
 
 def make_validation(loop: EvaluateLoop) -> Validation:
@@ -243,32 +185,3 @@ def tell(trainer: AsyncTrainer, result: EvaluationResult) -> None:
     """Tell the callbacks that an evaluation has ended."""
     for callback in trainer.callbacks:
         callback.on_evaluation_end(trainer, result)
-
-
-def _version(snapshot: Snapshot) -> int:
-    version: int = snapshot["counters"]["step"]
-    return version
-
-
-def _block(snapshot: Snapshot) -> SharedBlock:
-    """Shared memory for the weights of a snapshot."""
-    fields = fields_of(snapshot["state_dict"])
-    wanted, free = block_bytes(fields), free_shared_memory()
-    if wanted > free:
-        raise MemoryError(
-            f"evaluate_loop.beside_training needs {wanted:,} bytes of shared memory for a copy of the weights, and {free:,} "
-            "are free; enlarge /dev/shm (docker run --shm-size), or set it to false"
-        )
-    return SharedBlock(fields)
-
-
-def _send(link: Any, block: SharedBlock, snapshot: Snapshot) -> None:
-    """Copy the weights into the block and ask for their evaluation."""
-    others = {}
-    for name, value in snapshot["state_dict"].items():
-        if isinstance(value, Tensor):
-            block[name].copy_(value)
-        else:
-            others[name] = value
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, which the next look at it will tell
-        link.send((_version(snapshot), others))
