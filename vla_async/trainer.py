@@ -103,6 +103,7 @@ class AsyncTrainer:
         for kind in (Checkpoint, SuccessPlot, Progress):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.append(kind())
+        self.callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))  # it saves what the others have changed
         self.validation = make_validation(self.evaluate_loop)
         self.config_text: str | None = None
         self.interrupts, self._clock = Interrupts(), 0.0  # up to when training time has been counted
