@@ -20,6 +20,7 @@ from vla_async.objectives import PPO
         ({"max_staleness": 0}, r"max_staleness=0.*raise it, or set train_async=false"),
         ({"fragments_per_update": 0}, r"fragments_per_update=0 must be at least 1"),
         ({"straggler": "ignore"}, r"straggler='ignore': choose wait, cut or drop"),
+        ({"in_flight": "keep"}, r"in_flight='keep': choose drop or save"),
         ({"selection": "newest"}, r"selection='newest': choose oldest, freshest, balanced_tasks"),
         ({"decisions_per_env": 0}, r"decisions_per_env=0 must be at least 1"),
         ({"micro_batch_size": 9, "mini_batch_size": 8}, r"micro_batch_size=9 is larger"),

@@ -40,6 +40,7 @@ from vla_async.collectors.supervisor import Supervisor
 from vla_async.collectors.tally import Tally, summary
 from vla_async.collectors.wires import ADMITTED, ALARM, STOPPED, Ask, Wires, clock
 from vla_async.data.groups import GroupLedger
+from vla_async.data.in_flight import restore_bundles
 from vla_async.data.queue import TrajectoryQueue
 from vla_async.rng import fold
 from vla_async.weights.publisher import WeightPublisher
@@ -100,6 +101,7 @@ class Fleet:
         version: int = 0,
         weights: Any = None,
         counts: RowCounts | None = None,
+        waiting: dict[str, Any] | None = None,
     ) -> None:
         """Give the policy to the replicas, allocate the slab, and let the rollouts begin.
 
@@ -112,6 +114,7 @@ class Fleet:
             version: number of updates behind the policy's weights, or behind ``weights``.
             weights: those that the rollouts begin with, if not the policy's own; see :meth:`WeightPublisher.publish`.
             counts: decisions and episodes of each row so far, to go on from; zero by default.
+            waiting: finished slots of an earlier run, from :func:`vla_async.data.in_flight.save_bundles`.
 
         Raises:
             ValueError: if the policy and the envs do not go together.
@@ -134,7 +137,8 @@ class Fleet:
             self.publisher.confirm()
             if weights is not None:
                 self.publisher.publish(version, weights)  # before a slot is free: nothing is decided without them
-        self.queue.open()
+        room = num_slots if grouping is None else num_slots // grouping.size
+        self.queue.open(() if waiting is None else restore_bundles(self.slab, waiting, version, room))
 
     def _layout(self, policy: Any, decisions: int, num_slots: int, *, spans_episodes: bool) -> SlabLayout:
         """Give the policy to the replicas; what they write decides what a slot holds."""

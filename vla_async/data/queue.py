@@ -10,8 +10,8 @@ for, like a slot that is still written to: its missing members have their slots,
 from __future__ import annotations
 
 import select
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -21,8 +21,10 @@ from vla_async.collectors.board import Board, SlotState
 from vla_async.collectors.row_env import TASK
 from vla_async.collectors.slab import UNANSWERED, Slab
 from vla_async.collectors.wires import ALARM
+from vla_async.data.counts import TrajectoryCounts
 from vla_async.data.free_slots import FreeSlots
 from vla_async.data.groups import GroupLedger
+from vla_async.data.in_flight import Bundle
 from vla_async.data.selection import Selection, Turns, choose
 from vla_async.shared_memory import Channel
 
@@ -30,11 +32,10 @@ Straggler = Literal["wait", "cut", "drop"]
 """What becomes of a slot that is still written to when the bound on staleness asks for it: the consumer waits for it; it
 ends with the decision that is being made, as a shorter fragment; or it ends so and is thrown away, and counted.
 """
-Bundle = tuple[int, ...]
 _BEGUN = (SlotState.ACTING, SlotState.CLOSING, SlotState.FINISHED)
 
 
-class TrajectoryQueue:
+class TrajectoryQueue(TrajectoryCounts):
     """Gives finished slots to the consumer, in time and by preference, and takes them back.
 
     Every slot that was finished is consumed, dropped for a reason that is counted, or still here.
@@ -46,12 +47,6 @@ class TrajectoryQueue:
         free: slots that nobody has.
         check: raises what a process of the rollout has failed with, if one has.
         groups: says which slots belong together, and who may begin one; None where each slot is for itself.
-
-    Attributes:
-        produced: slots that were finished, or dropped because their worker ended.
-        consumed: slots that were handed out and given back.
-        dropped: slots that were thrown away, by reason.
-        cut: slots that were ended early, because they would have become too old.
     """
 
     def __init__(
@@ -63,22 +58,25 @@ class TrajectoryQueue:
         check: Callable[[], None],
         groups: GroupLedger | None = None,
     ) -> None:
+        super().__init__()
         self.slab, self.board, self._finished, self._check = slab, board, finished, check
         self._free, self._groups = FreeSlots(board, free), groups
-        self.consumed, self.dropped = 0, Counter[str]()
         # the policy_version of each slot's first decision, which no later one is older than
         self._oldest = slab.rows((keys.POLICY_VERSION,)).numpy()[:: slab.layout.rows_per_slot, 0]
-        self.produced, self.cut, self._turns = 0, 0, Turns()
+        self._turns = Turns()
         self._ready: deque[Bundle] = deque()
         self._doomed: set[int] = set()  # in progress, to be dropped when they come
         self._held: set[int] = set()
         self.interrupted = False
 
-    def open(self) -> None:
-        """Let the envs have all slots."""
-        self._free.give(range(self.slab.layout.num_slots))
+    def open(self, waiting: Sequence[Bundle] = ()) -> None:
+        """Let the envs have all slots but those of bundles that are whole already, as after a resume."""
+        used = [slot for bundle in waiting for slot in bundle]
+        self._ready.extend(waiting)
+        self.board.state[used] = SlotState.FINISHED
+        self._free.give([slot for slot in range(self.slab.layout.num_slots) if slot not in {*used}])
         if self._groups is not None:
-            self._groups.freed(self.slab.layout.num_slots // self._groups.grouping.size)
+            self._groups.freed(self.slab.layout.num_slots // self._groups.grouping.size - len(waiting))
 
     def __len__(self) -> int:
         """Bundles that are whole, and wait."""
@@ -125,6 +123,7 @@ class TrajectoryQueue:
             self._check()  # the alarm rings once, but whoever comes again must not wait for another
             self._receive()
             if self.interrupted:
+                self._check()
                 return []
             if max_staleness is not None:
                 self._drop_stale(version - max_staleness)
@@ -246,8 +245,7 @@ class TrajectoryQueue:
         """Take in what has been finished, without waiting."""
         for (slot,) in self._finished.receive():
             if slot == ALARM:
-                self._check()
-                self.interrupted = True  # by another thread, to end the wait
+                self.interrupted = True  # by the supervisor, or by another thread, to end the wait
                 continue
             self.produced += 1
             usable = slot not in self._doomed and self.board.state[slot] != SlotState.DROPPED
@@ -262,24 +260,18 @@ class TrajectoryQueue:
             elif bundle is not None and self._groups is not None:  # a whole group was lost
                 self._groups.freed(1)
 
-    def counts(self) -> dict[str, int]:
-        """``produced``, ``consumed``, ``in_flight``, and ``dropped/<reason>``. Any thread may ask: nothing is taken in."""
-        dropped = {f"dropped/{reason}": number for reason, number in self.dropped.items()}
-        return {"produced": self.produced, "consumed": self.consumed, "in_flight": self.in_flight} | dropped
+    def unconsumed(self) -> tuple[list[Bundle], int]:
+        """What a checkpoint may save: takes in what has been finished, also where a process has failed.
 
-    def resume(self, counts: Mapping[str, int]) -> None:
-        """Go on counting from what :meth:`counts` gave in an earlier run; what was in flight then is dropped."""
-        self.produced, self.consumed = counts["produced"], counts["consumed"]
-        dropped = {name.removeprefix("dropped/"): number for name, number in counts.items() if name.startswith("dropped/")}
-        self.dropped = Counter(dropped) + Counter(resume=counts["in_flight"])
-
-    def check_balance(self) -> None:
-        """Make sure that nothing was lost or used twice.
-
-        Raises:
-            RuntimeError: if what was produced is not what was consumed, dropped, or is still here.
+        Returns:
+            The bundles that are whole: those that are handed out, then those that wait. And how many slots are in progress,
+            or dropped but not counted yet.
         """
-        counts = self.counts()
-        produced = counts.pop("produced")
-        if produced != sum(counts.values()):
-            raise RuntimeError(f"{produced} trajectories were produced, but {counts} do not add up to that")
+        self._receive()
+        held: dict[int, Bundle] = {}
+        for slot in sorted(self._held):
+            name = self._bundle_of(slot)
+            held[name] = (*held.get(name, ()), slot)
+        known = self.in_flight - len(self._held)
+        begun = int(np.isin(self.board.state, (*_BEGUN, SlotState.DROPPED)).sum())
+        return [*held.values(), *self._ready], begun - known

@@ -17,6 +17,8 @@ from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.orders import RowCounts
 from vla_async.collectors.row_env import LENGTH, RETURN, SEED, TASK
 from vla_async.collectors.slab import MASK, TRAJ_IDS, Slab, read_texts
+from vla_async.data.counts import counts_when_saved
+from vla_async.data.in_flight import InFlight, save_bundles
 from vla_async.data.queue import Straggler
 from vla_async.data.selection import Selection
 from vla_async.data.staleness import StalenessMeter, stamp_staleness
@@ -36,6 +38,7 @@ class Rollouts:
         straggler: what becomes of a trajectory in progress that would get too old.
         selection: which trajectories are preferred.
         max_staleness: η. A resumed run goes on with what it was lowered to.
+        in_flight: whether checkpoints hold, and a resumed run consumes, what was finished and not consumed.
         state: of an earlier run, from :meth:`state_dict`.
 
     Attributes:
@@ -52,10 +55,11 @@ class Rollouts:
         straggler: Straggler,
         selection: Selection,
         max_staleness: int,
+        in_flight: InFlight,
         state: dict[str, Any] | None,
     ) -> None:
         self.fleet, self.plan, self.device = fleet, plan, trainer.fabric.device
-        self.straggler, self.selection = straggler, selection
+        self.straggler, self.selection, self.in_flight = straggler, selection, in_flight
         self.max_staleness = min(max_staleness, state["max_staleness"]) if state else max_staleness
         fleet.serve(
             trainer.policy,
@@ -64,6 +68,7 @@ class Rollouts:
             grouping=plan.grouping,
             version=trainer.state.counters.step,
             counts=RowCounts(**state["counts"]) if state else None,
+            waiting=state.get("waiting") if state and in_flight == "save" else None,
         )
         if state:
             fleet.queue.resume(state["queue"])
@@ -212,10 +217,32 @@ class Rollouts:
         counts, queue = asdict(self.fleet.counts), self.fleet.queue.counts()
         return {"counts": counts, "queue": queue, "max_staleness": self.max_staleness}
 
+    def snapshot(self) -> dict[str, Any]:
+        """What :func:`completed` adds to a state when a checkpoint is written; copies the slots that are to be saved."""
+        if self.in_flight == "drop":
+            return {"max_staleness": self.max_staleness}
+        bundles, in_progress = self.fleet.queue.unconsumed()
+        waiting = save_bundles(self.fleet.slab, bundles)
+        state = self.state_dict()  # after the slots: no episode that one of them holds is played again
+        return state | {"waiting": waiting, "in_progress": in_progress}
+
     def report(self) -> str:
         """One line about what became of all trajectories."""
         counts = self.fleet.queue.counts()
         return "trajectories: " + ", ".join(f"{number} {name.replace('/', ': ')}" for name, number in counts.items())
+
+
+def completed(state: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The state of some rollouts as a checkpoint holds it.
+
+    Args:
+        state: from :meth:`Rollouts.state_dict`, as it was when the step ended that the checkpoint is of.
+        now: from :meth:`Rollouts.snapshot`.
+    """
+    if "waiting" not in now:
+        return state | now
+    queue = counts_when_saved(now["queue"], state["queue"]["consumed"], now["in_progress"])
+    return {name: now[name] for name in ("counts", "max_staleness", "waiting")} | {"queue": queue}
 
 
 def read_trajectories(slab: Slab, slots: list[int], *, grouped: bool) -> TensorDictBase:

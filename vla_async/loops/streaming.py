@@ -23,12 +23,13 @@ from tensordict import TensorDictBase
 from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.orders import FleetSettings
 from vla_async.collectors.shards import make_shards
+from vla_async.data.in_flight import InFlight
 from vla_async.data.queue import Straggler
 from vla_async.data.selection import SELECTIONS, Selection
 from vla_async.data.streamer import Streamer, valid_decisions
 from vla_async.envs.base import EnvSpec
 from vla_async.fabric import training_device
-from vla_async.loops.rollouts import Rollouts
+from vla_async.loops.rollouts import Rollouts, completed
 from vla_async.loops.slots import SlotPlan
 from vla_async.loops.sync import SyncFitLoop, rollout_metrics
 from vla_async.monitor.metrics import Meter
@@ -64,6 +65,10 @@ class StreamingFitLoop(SyncFitLoop):
             episode cannot be cut; of one that is dropped, the group goes on without it.
         selection: which of the trajectories that wait are preferred, as far as the bound leaves a choice: ``oldest``,
             ``freshest`` or ``balanced_tasks``; see :data:`vla_async.data.selection.Selection`.
+        in_flight: what becomes of trajectories that are finished and not consumed yet when a checkpoint is written.
+            ``drop``: a resumed run has lost and counts them. ``save``: the checkpoint holds them, and a resumed run
+            consumes them first, still within the bound. Those in progress are lost in either case, as a simulator's
+            state cannot be saved; their episodes are not played again.
         placement: which device plays which role.
         max_batch_size: Bmax, the most rows of a forward pass of a replica.
         max_wait_s: Tmax, how long the oldest request waits for others.
@@ -87,6 +92,7 @@ class StreamingFitLoop(SyncFitLoop):
         max_staleness: int = 1,
         straggler: Straggler = "wait",
         selection: Selection = "oldest",
+        in_flight: InFlight = "drop",
         placement: Placement | None = None,
         max_batch_size: int | None = None,
         max_wait_s: float = 0.0,
@@ -109,9 +115,12 @@ class StreamingFitLoop(SyncFitLoop):
             raise ValueError(f"fit_loop.straggler={straggler!r}: choose wait, cut or drop")
         if selection not in SELECTIONS:
             raise ValueError(f"fit_loop.selection={selection!r}: choose {', '.join(SELECTIONS)}")
+        if in_flight not in ("drop", "save"):
+            raise ValueError(f"fit_loop.in_flight={in_flight!r}: choose drop or save")
         self.fragments_per_update, self.train_async, self.streamer = fragments_per_update, train_async, streamer
         self.async_interaction, self.straggler, self.placement = async_interaction, straggler, placement or Placement()
         self.max_staleness, self.selection = max_staleness if train_async else 0, selection
+        self.in_flight, self._final = in_flight, dict[str, Any]()
         self.envs_per_worker, self.num_stages = envs_per_worker, num_stages
         self._settings: dict[str, Any] = {"max_batch_size": max_batch_size, "max_wait_s": max_wait_s}
         self._settings |= {"async_interaction": async_interaction}
@@ -149,6 +158,7 @@ class StreamingFitLoop(SyncFitLoop):
 
     def open(self, trainer: AsyncTrainer) -> EnvSpec:
         """Start the envs."""
+        self._final = {}
         self._shuffle.manual_seed(fold(trainer.seed, "shuffle") % 2**63)
         devices = self.placement.replicas([training_device(trainer.accelerator, trainer.device)])
         autocast = torch.bfloat16 if trainer.precision == "bf16-mixed" else None
@@ -173,9 +183,11 @@ class StreamingFitLoop(SyncFitLoop):
             self.straggler,
             self.selection,
             self.max_staleness,
+            self.in_flight,
             state.get("rollouts"),
         )
         self._rollouts = rollouts
+        trainer.state.complete = self._completed
         while not trainer.should_stop:
             self._step_update(trainer, rollouts)
         print(rollouts.report())
@@ -249,8 +261,17 @@ class StreamingFitLoop(SyncFitLoop):
             raise RuntimeError("max_staleness can be lowered here only while fit runs; set it in the recipe")
         self._rollouts.lower_staleness(max_staleness)
 
+    def _completed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The loop's state after a step, with what is known only when a checkpoint is written."""
+        if "rollouts" not in state:
+            return state  # not a step has been made
+        now = self._final if self._rollouts is None else self._rollouts.snapshot()
+        return state | {"rollouts": completed(state["rollouts"], now)}
+
     def close(self) -> None:
-        """End the envs and the replicas."""
+        """End the envs and the replicas. What a checkpoint may still want of them is kept until the next run."""
+        if self._rollouts is not None:
+            self._final = self._rollouts.snapshot()
         self._rollouts = None
         if self._fleet is not None:
             self._fleet.close()
