@@ -10,8 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vla_async import keys
 from vla_async.collectors.board import Board
 from vla_async.collectors.slab import Key, Leaf, Slab, read_texts
+
+# What a trainer computes with, by the last part of its key, ours and TorchRL's. Elsewhere an infinity means something: masked
+# logits, the log-prob of what cannot be done.
+_MUST_BE_FINITE = frozenset(
+    {"action", keys.CHUNK[-1], keys.LOG_PROB, "log_prob", "sample_log_prob", keys.VALUE, "state_action_value"}
+)
 
 
 class Complaint:
@@ -27,16 +34,19 @@ class Complaint:
         self.slab, self.board, self.reads = slab, board, reads
 
     def check_finite(self, made: Mapping[Key, Tensor], rows: NDArray[np.int64], version: int) -> None:
-        """Refuse what is not finite.
+        """Refuse a NaN in anything, and an infinity in an action, its log-prob or a value.
 
         Raises:
             FloatingPointError: names it, the envs and the input.
         """
-        for key, value in made.items():
-            # the sum is finite if all are, unless it overflows; NumPy's touches half the code that torch's does
-            total = value.numpy().sum() if value.dtype in (torch.float32, torch.float64) else value.sum()
-            if value.is_floating_point() and not math.isfinite(total) and not bool(torch.isfinite(value).all()):
-                wrong = rows[~torch.isfinite(value).reshape(len(value), -1).all(-1).numpy()]
+        with np.errstate(invalid="ignore"):  # of infinities of both signs
+            # the sum is finite if all are, unless it overflows
+            doubtful = [key for key, value in made.items() if value.is_floating_point() and not math.isfinite(_sum(value))]
+        for key in doubtful:
+            value = made[key]
+            is_bad = ~torch.isfinite(value) if key[-1] in _MUST_BE_FINITE else torch.isnan(value)
+            wrong = rows[is_bad.reshape(len(value), -1).any(-1).numpy()]
+            if len(wrong):
                 raise FloatingPointError(f"the policy's {'.'.join(key)} is not finite; {self.about(wrong, version)}")
 
     def about(self, rows: NDArray[np.int64], version: int) -> str:
@@ -45,6 +55,11 @@ class Complaint:
         envs = np.flatnonzero(np.isin(self.board.slot, slots)).tolist()
         seen = [_summary(leaf, self.slab.rows(leaf.key)[torch.from_numpy(rows)]) for leaf in self.reads]
         return f"it was for env {envs}, with weights of version {version}; the input was {'; '.join(seen)}"
+
+
+def _sum(value: Tensor) -> float:
+    # NumPy's touches half the code that torch's does
+    return float(value.numpy().sum() if value.dtype in (torch.float32, torch.float64) else value.sum())
 
 
 def _summary(leaf: Leaf, value: Tensor) -> str:
