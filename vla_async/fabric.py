@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from vla_async.envs.base import EnvFactory
+from vla_async.ranks import Ranks
 from vla_async.strategies import SizeWeightedSingleDeviceStrategy
 
 Accelerator = Literal["auto", "cpu", "cuda"]
@@ -39,15 +40,17 @@ def training_device(accelerator: Literal["cpu", "cuda"], index: int) -> torch.de
 
 
 @contextmanager
-def torch_threads(number: int | None, env: EnvFactory) -> Iterator[None]:
+def torch_threads(number: int | None, env: EnvFactory, num_ranks: int = 1) -> Iterator[None]:
     """Let torch compute with so many threads inside the block; None for those that the env workers leave, at least one.
+
+    Of these, each rank of the host takes its part.
 
     Threads of one operation wait for each other; where the envs keep the cores busy, two of them are slower than one, by
     far.
     """
     before = torch.get_num_threads()
     workers = 1 if env.is_batched else env.num_envs
-    torch.set_num_threads(number or max(1, before - workers))
+    torch.set_num_threads(number or max(1, (before - workers) // num_ranks))
     try:
         yield
     finally:
@@ -55,19 +58,32 @@ def torch_threads(number: int | None, env: EnvFactory) -> Iterator[None]:
 
 
 def make_fabric(
-    accelerator: Literal["cpu", "cuda"], device: int, precision: Precision, directory: Path, loggers: Sequence[Logger]
+    accelerator: Literal["cpu", "cuda"],
+    device: int,
+    precision: Precision,
+    directory: Path | None,
+    loggers: Sequence[Logger],
+    ranks: Ranks | None = None,
 ) -> Fabric:
-    """Fabric on one device, with ``metrics.csv`` in ``directory`` beside the given loggers."""
+    """Fabric on one device, or on several ranks, with ``metrics.csv`` in ``directory`` beside the given loggers.
+
+    Args:
+        accelerator: of all devices.
+        device: index of the first device.
+        precision: Fabric's.
+        directory: of the run; None on a rank that writes nothing.
+        loggers: in addition.
+        ranks: that are to do something together.
+    """
+    if directory is not None:
+        csv = CSVLogger(root_dir=directory, name="", version="", flush_logs_every_n_steps=1)
+        _ = csv.experiment  # it warns of a directory that is not empty, so it opens before anything else is written there
+        loggers = [csv, *loggers]
+    if ranks is not None and ranks.several:
+        return ranks.launch(precision, loggers)
     on = training_device(accelerator, device)
-    csv = CSVLogger(root_dir=directory, name="", version="", flush_logs_every_n_steps=1)
-    _ = csv.experiment  # it warns of a directory that is not empty, so it opens before anything else is written there
-    fabric = Fabric(
-        accelerator=accelerator,
-        devices=1,
-        strategy=SizeWeightedSingleDeviceStrategy(on),
-        precision=precision,
-        loggers=[csv, *loggers],
-    )
+    strategy = SizeWeightedSingleDeviceStrategy(on)
+    fabric = Fabric(accelerator=accelerator, devices=1, strategy=strategy, precision=precision, loggers=[*loggers])
     fabric.launch()
     return fabric
 

@@ -68,6 +68,24 @@ class SharedBlock:
         self.fields = state[0]
         self._attach(state[1])
 
+    def descriptor(self) -> tuple[int, int]:
+        """The file descriptor of the memory, which stays the block's, and its bytes: what another process attaches."""
+        storage: Any = self._memory.untyped_storage()
+        descriptor, size = storage._share_fd_cpu_()
+        return int(descriptor), int(size)
+
+    @classmethod
+    def attach(cls, fields: Mapping[Any, Field], descriptor: int, size: int) -> SharedBlock:
+        """The block of another process, by a file descriptor that is taken over from it, and closed."""
+        try:
+            kind: Any = torch.UntypedStorage
+            storage = kind._new_shared_fd_cpu(descriptor, size)
+        finally:
+            os.close(descriptor)
+        block = cls.__new__(cls)
+        block.__setstate__((dict(fields), torch.empty(0, dtype=torch.uint8).set_(storage)))
+        return block
+
     def pin(self) -> None:
         """Let CUDA copy from and to the block without staging; it stays so until the process ends.
 

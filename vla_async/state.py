@@ -12,11 +12,13 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric import Fabric
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from vla_async.policies.base import VLAPolicy
 from vla_async.run_directory import checkpoints_of, resolve_checkpoint
+from vla_async.strategies.size_weighted import parameters_of
 
 
 @dataclass
@@ -65,6 +67,15 @@ class TrainState:
     # by the loop: its state as a checkpoint is to hold it, made of that after a step when one is written
     complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     _finished: dict[str, Any] | None = None
+    _gathered: dict[str, Any] | None = None  # the state of an optimizer that is sharded
+
+    def gather(self) -> None:
+        """Put the state of an optimizer that is sharded together, for which all ranks must come; others need nothing.
+
+        What is written afterwards is this state, so that rank 0 can write it alone.
+        """
+        if any(isinstance(parameter, DTensor) for parameter in parameters_of(self.optimizer)):
+            self._gathered = _copied(self.optimizer.state_dict())
 
     def end_step(self) -> None:
         """Keep a copy, in main memory, of what a checkpoint written now would hold.
@@ -78,7 +89,7 @@ class TrainState:
         """What a checkpoint holds, as of now."""
         return {
             "state_dict": self.policy.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._gathered or self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "objective": None if self.policy.objective is None else self.policy.objective.state_dict(),
             "counters": asdict(self.counters),
@@ -179,7 +190,9 @@ def write_checkpoint(fabric: Fabric, path: Path, content: dict[str, Any]) -> Non
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     try:
-        fabric.save(unfinished, content)
+        # fabric.save waits for other ranks, and rank 0 writes without them
+        write = fabric.save if fabric.world_size == 1 else fabric.strategy.save_checkpoint
+        write(unfinished, content)
         os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:
         unfinished.unlink(missing_ok=True)

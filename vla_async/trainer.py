@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning
@@ -26,7 +26,7 @@ from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 
 from vla_async.callbacks import Callback, Checkpoint, Progress, SuccessPlot
 from vla_async.envs.base import EnvFactory, EnvSpec
-from vla_async.fabric import Accelerator, Precision, make_fabric, resolve_accelerator, torch_threads, unpack_optimizers
+from vla_async.fabric import Accelerator, Precision, make_fabric, resolve_accelerator, unpack_optimizers
 from vla_async.interrupts import Interrupts
 from vla_async.limits import check_limits, check_pair
 from vla_async.loops.base import Loop
@@ -34,12 +34,15 @@ from vla_async.loops.collect import CollectLoop, CollectReport
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
 from vla_async.loops.sft import SFTLoop
 from vla_async.loops.sync import SyncFitLoop
-from vla_async.loops.validation import evaluate_in_turn, make_validation
+from vla_async.loops.validation import Validation, evaluate_in_turn, make_validation
 from vla_async.objectives.base import Objective
 from vla_async.policies.base import VLAPolicy
+from vla_async.ranks import Ranks, RankSettings, StrategyName, refuse_other_ranks
 from vla_async.rng import Split
 from vla_async.run_directory import RunDirectory
 from vla_async.state import TrainState, find_checkpoint, load_weights
+from vla_async.strategies.ranks import DEFAULT_TIMEOUT_S
+from vla_async.winding_up import winding_up
 
 
 class AsyncTrainer:
@@ -61,6 +64,13 @@ class AsyncTrainer:
         init_from: checkpoint whose weights the policy starts from (a path, or ``last`` or ``best`` of this name).
         accelerator: Fabric's accelerator: ``auto``, ``cpu``, ``cuda``.
         device: index of the device, if the accelerator has several.
+        strategy: ``auto`` for one device; ``size_weighted_ddp`` (each rank has the whole model) or ``size_weighted_fsdp``
+            (sharded by FSDP2) for several ranks.
+        num_ranks: ranks that ``fit`` and ``sft`` train on, all of this host: on CUDA the devices from ``device`` on, on a
+            CPU they share it. Rank 0 starts the others by running its command again, unless a launcher such as torchrun
+            has. So a script does with ``if __name__ == "__main__":`` nothing before its ``fit`` or ``sft`` but build what
+            that takes; what stands after it, rank 0 does alone.
+        rank_timeout_s: how long a rank waits for another, or for rank 0's rollouts and validations.
         precision: Fabric's precision.
         num_threads: torch's threads on a CPU; by default the cores that the envs leave, at least one.
         callbacks: in addition to Checkpoint, Progress and SuccessPlot, which are always there; an instance given here
@@ -83,6 +93,9 @@ class AsyncTrainer:
         init_from: str | None = None,
         accelerator: Accelerator = "auto",
         device: int = 0,
+        strategy: StrategyName = "auto",
+        num_ranks: int = 1,
+        rank_timeout_s: float = DEFAULT_TIMEOUT_S,
         precision: Precision = "32-true",
         num_threads: int | None = None,
         callbacks: list[Callback] | None = None,
@@ -99,6 +112,7 @@ class AsyncTrainer:
         self.max_steps, self.max_env_steps, self.val_every_n_steps = max_steps, max_env_steps, val_every_n_steps
         self.seed, self.name, self.root_dir, self.init_from = seed, name, Path(root_dir), init_from
         self.accelerator, self.device, self.precision = resolve_accelerator(accelerator), device, precision
+        self.ranks = Ranks(RankSettings(strategy, num_ranks, rank_timeout_s, self.accelerator, device))
         self.num_threads, self.callbacks, self.loggers = num_threads, [*(callbacks or [])], loggers or []
         for kind in (Checkpoint, SuccessPlot, Progress):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
@@ -205,11 +219,17 @@ class AsyncTrainer:
     def _progress(self) -> Progress:
         return next(callback for callback in self.callbacks if isinstance(callback, Progress))
 
-    def _open_run(self) -> None:
-        self.run = RunDirectory.create(self.root_dir, self.name)
-        self.fabric = make_fabric(self.accelerator, self.device, self.precision, self.run.path, self.loggers)
-        if self.config_text is not None:
-            (self.run.path / "config.yaml").write_text(self.config_text)
+    def _open_run(self, ranks: Ranks | None = None) -> None:
+        directory = None
+        if ranks is None or ranks.is_first:
+            refuse_other_ranks(self.ranks)
+            self.run = RunDirectory.create(self.root_dir, self.name)
+            directory = self.run.path
+        else:  # it trains, and that is all
+            self.callbacks, self.loggers, self.val_every_n_steps, self.validation = [], [], 0, Validation()
+        self.fabric = make_fabric(self.accelerator, self.device, self.precision, directory, self.loggers, ranks)
+        if self.config_text is not None and directory is not None:
+            (directory / "config.yaml").write_text(self.config_text)
         lightning.seed_everything(self.seed, verbose=False)
 
     def _train(self, loop: Loop, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None) -> None:
@@ -219,14 +239,15 @@ class AsyncTrainer:
         self.origin = start[1] if start else None
         check_pair(policy, env)
         loop.check(self)
-        self._open_run()
-        with self._winding_up(loop):
+        self._open_run(self.ranks)
+        with winding_up(self, loop):
             self._set_up(loop.stage, loop.open(self))
             if resumed:
                 self.state.restore(*resumed)
             elif start:
                 load_weights(policy, *start)
             del resumed, start  # they may be large
+            self.ranks.begin_run(self.seed, self.state)
             self._clock = time.perf_counter()
             self.state.end_step()
             for callback in self.callbacks:
@@ -234,13 +255,14 @@ class AsyncTrainer:
             self.validation.begin(self)
             loop.run(self)
             self.validation.finish(self)
+        self.ranks.leave()
 
     def _evaluate(self, split: Split, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None) -> EvaluationResult:
         self.policy, self.env = policy, env
         weights = find_checkpoint(ckpt_path or self.init_from, self.root_dir, self.name)
         check_pair(policy, env)
         self._open_run()
-        with self._winding_up():
+        with winding_up(self):
             self._set_up(split, self.evaluate_loop.open(env).spec)
             if weights:
                 load_weights(policy, *weights)
@@ -263,31 +285,3 @@ class AsyncTrainer:
         self.module, self.optimizer = self.fabric.setup(self.policy, optimizer)
         self.module.mark_forward_method("imitation_step")
         self.state = TrainState(stage, self.policy, optimizer, scheduler, seed=self.seed)
-
-    @contextmanager
-    def _winding_up(self, loop: Loop | None = None) -> Iterator[None]:
-        """On every kind of exit, tell the callbacks and close whatever is open. No interrupt gets into that.
-
-        The exit stacks make every call, the one pushed last first, whatever the others raise.
-        """
-        status = "success"
-        with self.interrupts, torch_threads(self.num_threads, self.env):
-            try:
-                yield
-            except BaseException as error:
-                status = "failed"
-                with self.interrupts.shielded(), ExitStack() as calls:
-                    for callback in reversed(self.callbacks):
-                        calls.callback(callback.on_exception, self, error)
-                raise
-            finally:
-                with self.interrupts.shielded(), ExitStack() as calls:
-                    calls.callback(self.fabric.strategy.teardown)
-                    for logger in self.fabric.loggers:
-                        calls.callback(logger.finalize, status)
-                    for callback in reversed(self.callbacks):
-                        calls.callback(callback.on_end, self)
-                    calls.callback(self.evaluate_loop.close)
-                    calls.callback(self.validation.close)
-                    if loop is not None:
-                        calls.callback(loop.close)

@@ -17,6 +17,7 @@ from torchrl.data import TensorSpec
 from vla_async import keys
 from vla_async.collectors.slab import TRAJ_IDS, Key, Leaf, read_texts
 from vla_async.policies.base import VLAPolicy
+from vla_async.strategies.plain import plain_copy
 
 VERSION_LEAF = Leaf((keys.POLICY_VERSION,), (1,), torch.int64, "decision")
 REQUEST_KEY: Key = (keys.REQUEST_KEY,)
@@ -238,8 +239,9 @@ def portable(policy: Any) -> Any:
     """A policy as it can be sent to another process: on the CPU, without what belongs to a trainer."""
     if not isinstance(policy, nn.Module):
         return policy
+    policy = plain_copy(policy)
     on_gpu = any(tensor.is_cuda for tensor in [*policy.parameters(), *policy.buffers()])
     portable = copy.deepcopy(policy).cpu() if on_gpu else copy.copy(policy)
     if "_fabric" in portable.__dict__:
-        portable.__dict__ = {**portable.__dict__, "_fabric": None}
+        portable.__dict__ = {**portable.__dict__, "_fabric": None, "_fabric_optimizers": []}
     return portable

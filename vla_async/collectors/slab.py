@@ -115,6 +115,13 @@ class Slab:
         self.block = SharedBlock(layout.fields)
         self.lengths = SharedBlock({"length": Field((layout.num_slots,), torch.int64)})
 
+    @classmethod
+    def attach(cls, layout: SlabLayout, block: SharedBlock, lengths: SharedBlock) -> Slab:
+        """The slab of another process, from its parts."""
+        slab = cls.__new__(cls)
+        slab.layout, slab.block, slab.lengths = layout, block, lengths
+        return slab
+
     @property
     def length(self) -> Tensor:
         """int64 ``[S]``, decisions in each closed slot."""

@@ -45,6 +45,7 @@ class Rollouts:
         max_staleness: η, as it is now.
         episodes: those that ended in what this update has taken.
         env_steps: executed in what this update has taken.
+        decisions: in it that are no padding.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Rollouts:
 
     def begin(self, version: int) -> None:
         """Begin the update that makes ``version + 1`` of ``version``."""
-        self.version, self.env_steps = version, 0
+        self.version, self.env_steps, self.decisions = version, 0, 0
         self.episodes: list[Episode] = []
         self._slots: list[int] = []
         self._staleness = StalenessMeter(self.max_staleness)
@@ -127,6 +128,7 @@ class Rollouts:
         """Count what some slots hold, and stamp the staleness."""
         self._staleness.add(stamp_staleness(trajectories, self.version))
         self.env_steps += int(trajectories[keys.EXECUTED].sum())
+        self.decisions += int(trajectories[keys.EXECUTED].any(-1).sum())
         self.episodes += self._ended(slots)
 
     def _order(self, slot: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ class SFTLoop(Loop):
         directory: the dataset, as ``vla-async collect`` writes it.
         max_episodes: use only the first so many episodes; all by default.
         max_steps: optimizer steps.
-        batch_size: decisions per optimizer step.
+        batch_size: decisions per optimizer step; several ranks share them out.
         micro_batch_size: decisions per forward and backward, to fit memory; does not change the result.
         max_grad_norm: gradients are clipped to this norm; null for no clipping.
         log_every_n_steps: steps that one row of metrics covers.
@@ -70,6 +70,11 @@ class SFTLoop(Loop):
         """
         self._data = Demonstrations(self.directory, trainer.env.chunk_size, self.max_episodes)
         self._data.check_env(trainer.env)
+        if self.batch_size < trainer.ranks.settings.num_ranks:
+            raise ValueError(
+                f"sft_loop.batch_size={self.batch_size} leaves some of trainer.num_ranks={trainer.ranks.settings.num_ranks} "
+                "ranks without data; raise it, or lower trainer.num_ranks"
+            )
 
     def open(self, trainer: AsyncTrainer) -> EnvSpec:
         """Say what the demonstrations show."""
@@ -79,7 +84,7 @@ class SFTLoop(Loop):
     def run(self, trainer: AsyncTrainer) -> None:
         """Take ``max_steps`` optimizer steps; step ``i`` has a random batch of its own, so a resumed run sees the same."""
         assert self._data is not None
-        data, counters, meter = self._data, trainer.state.counters, Meter()
+        data, counters, meter, ranks = self._data, trainer.state.counters, Meter(), trainer.ranks
         tokens = data.tokens(trainer.policy)
         if counters.step == 0:
             trainer.policy.observe(data.frames)
@@ -87,7 +92,7 @@ class SFTLoop(Loop):
         while counters.step < self.max_steps:
             generator = torch.Generator().manual_seed(fold(trainer.seed, "sft", counters.step) % 2**63)
             indices = torch.randint(data.num_frames, (self.batch_size,), generator=generator)
-            batch = data.decisions(indices, tokens).to(trainer.fabric.device)
+            batch = data.decisions(indices[ranks.rank :: ranks.settings.num_ranks], tokens).to(trainer.fabric.device)
             for micro in batch.split(self.micro_batch_size or self.batch_size):
                 with trainer.fabric.autocast():
                     output = trainer.module.imitation_step(micro)
@@ -97,5 +102,8 @@ class SFTLoop(Loop):
                 trainer.optimizer_step(self.max_grad_norm)
                 counters.step += 1
             if counters.step % self.log_every_n_steps == 0 or counters.step == self.max_steps:
-                trainer.end_step(meter.means())
+                trainer.state.gather()
+                means = ranks.merged(meter).means()
+                if ranks.is_first:
+                    trainer.end_step(means)
                 meter = Meter()

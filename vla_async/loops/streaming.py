@@ -28,7 +28,8 @@ from vla_async.data.queue import Straggler
 from vla_async.data.selection import SELECTIONS, Selection
 from vla_async.data.streamer import Streamer, valid_decisions
 from vla_async.envs.base import EnvSpec
-from vla_async.fabric import training_device
+from vla_async.loops.dealt import DealtRollouts
+from vla_async.loops.following import ReceivedRollouts, follow
 from vla_async.loops.rollouts import Rollouts, completed
 from vla_async.loops.slots import SlotPlan
 from vla_async.loops.sync import SyncFitLoop, rollout_metrics
@@ -51,7 +52,8 @@ class StreamingFitLoop(SyncFitLoop):
     Args:
         decisions_per_env: T, the decisions of a fragment; of no effect where slots hold whole episodes.
         update_epochs: passes over the global batch. The first takes what arrives in its order, if ``streamer``.
-        mini_batch_size: decisions per optimizer step; the whole global batch by default.
+        mini_batch_size: decisions per optimizer step, of all ranks together; the whole global batch by default. Several
+            ranks then begin to train when the global batch is complete: each cuts its part into equally many.
         micro_batch_size: decisions per forward and backward; by default a fragment or group at a time, if ``streamer``.
         max_grad_norm: gradients are clipped to this norm; null for no clipping.
         env_timeout_s: an env that takes longer for a step or a reset is replaced.
@@ -148,7 +150,7 @@ class StreamingFitLoop(SyncFitLoop):
             fragments_per_update=self.fragments_per_update,
             envs_per_worker=self.envs_per_worker,
             num_stages=self.num_stages,
-            num_replicas=len(self.placement.replicas([training_device(trainer.accelerator, trainer.device)])),
+            num_replicas=len(self.placement.replicas(trainer.ranks.settings.devices)),
             lockstep=not self.async_interaction,
         )
 
@@ -157,10 +159,13 @@ class StreamingFitLoop(SyncFitLoop):
         return plan.slots * plan.decisions, f"{plan.slots} trajectories of at most {plan.decisions}"
 
     def open(self, trainer: AsyncTrainer) -> EnvSpec:
-        """Start the envs."""
+        """Start the envs, on rank 0, which tells the others what they are like."""
+        if trainer.ranks.link is not None:
+            spec: EnvSpec = trainer.ranks.link.receive("spec")[1]
+            return spec
         self._final = {}
-        self._shuffle.manual_seed(fold(trainer.seed, "shuffle") % 2**63)
-        devices = self.placement.replicas([training_device(trainer.accelerator, trainer.device)])
+        self.shuffle_by(fold(trainer.seed, "shuffle"))
+        devices = self.placement.replicas(trainer.ranks.settings.devices)
         autocast = torch.bfloat16 if trainer.precision == "bf16-mixed" else None
         settings = FleetSettings(policy_devices=devices, seed=trainer.seed, autocast=autocast, **self._settings)
         grouping = self._plan(trainer).grouping
@@ -168,39 +173,33 @@ class StreamingFitLoop(SyncFitLoop):
         self._fleet = Fleet(shards, settings)
         ready = self._fleet.open()
         assert ready.env_spec is not None
+        trainer.ranks.tell("spec", ready.env_spec)
         return ready.env_spec
 
     def run(self, trainer: AsyncTrainer) -> None:
-        """Train until the trainer has had enough."""
+        """Train until the trainer has had enough, which is for rank 0 to say."""
+        if trainer.ranks.several:
+            trainer.objective.begin_run(trainer.policy)
+        if not trainer.ranks.is_first:
+            follow(self, trainer)
+            return
         assert self._fleet is not None
         state = trainer.state.loop
         if state:
             self._shuffle.set_state(state["shuffle"])
-        rollouts = Rollouts(
-            self._fleet,
-            self._plan(trainer),
-            trainer,
-            self.straggler,
-            self.selection,
-            self.max_staleness,
-            self.in_flight,
-            state.get("rollouts"),
-        )
-        self._rollouts = rollouts
+        kind = DealtRollouts if trainer.ranks.several else Rollouts
+        settings = (self.straggler, self.selection, self.max_staleness, self.in_flight, state.get("rollouts"))
+        self._rollouts = rollouts = kind(self._fleet, self._plan(trainer), trainer, *settings)
         trainer.state.complete = self._completed
         while not trainer.should_stop:
             self._step_update(trainer, rollouts)
+        trainer.ranks.tell("stop")
         print(rollouts.report())
 
     def _step_update(self, trainer: AsyncTrainer, rollouts: Rollouts) -> None:
         """One update, from its first trajectory to free slots."""
-        trainer.policy.train()
         rollouts.begin(trainer.state.counters.step)
-        meter = Meter()
-        if self._streams(trainer):
-            self._stream(trainer, rollouts, meter)
-        else:
-            self._epochs(trainer, valid_decisions(self._prepared(trainer, rollouts.collect())), self.update_epochs, meter)
+        meter = self.train_on(trainer, rollouts)
         metrics = trainer.objective.summarize(meter.means()) | rollout_metrics(rollouts.episodes)
         with trainer.interrupts.critical():
             trainer.objective.end_update()
@@ -211,12 +210,30 @@ class StreamingFitLoop(SyncFitLoop):
         trainer.state.loop = {"rollouts": rollouts.state_dict(), "shuffle": self._shuffle.get_state()}
         trainer.end_step(metrics | rollouts.metrics())
 
+    def train_on(self, trainer: AsyncTrainer, rollouts: Rollouts | ReceivedRollouts) -> Meter:
+        """All passes over this rank's part of the global batch."""
+        trainer.policy.train()
+        meter = Meter()
+        if self._streams(trainer):
+            self._stream(trainer, rollouts, meter)
+        else:
+            trajectories = rollouts.collect()
+            flat = None if trajectories is None else valid_decisions(self._prepared(trainer, trajectories))
+            if trainer.ranks.several:
+                self._parts = max(1, -(-rollouts.decisions // (self.mini_batch_size or rollouts.decisions or 1)))
+            self._epochs(trainer, flat, self.update_epochs, meter)
+        trainer.ranks.share_sums(trainer.objective)
+        trainer.state.gather()
+        return meter
+
     def _streams(self, trainer: AsyncTrainer) -> bool:
         """Whether the first epoch trains on what has arrived.
 
         Not where the proximal policy's log-prob of what arrives later is needed, which the first of several optimizer steps
-        would make unknowable.
+        would make unknowable; nor where several ranks must agree on how many steps there will be.
         """
+        if trainer.ranks.several and self.mini_batch_size is not None:
+            return False
         return self.streamer and (self.mini_batch_size is None or trainer.objective.needs_proximal == "never")
 
     def _prepared(self, trainer: AsyncTrainer, trajectories: TensorDictBase) -> TensorDictBase:
@@ -227,7 +244,7 @@ class StreamingFitLoop(SyncFitLoop):
                 trainer.objective.recompute(trainer.policy, trajectories, self.micro_batch_size)
         return trainer.objective.prepare(trajectories)
 
-    def _stream(self, trainer: AsyncTrainer, rollouts: Rollouts, meter: Meter) -> None:
+    def _stream(self, trainer: AsyncTrainer, rollouts: Rollouts | ReceivedRollouts, meter: Meter) -> None:
         """The first epoch on what arrives, the others on what it kept."""
 
         def arrivals() -> Iterator[TensorDictBase]:
@@ -244,11 +261,12 @@ class StreamingFitLoop(SyncFitLoop):
             if micro.ends_mini_batch:
                 over = self._end_mini_batch(trainer, part, meter)
                 part = Meter()
-        if part.sums and not over:
+        if (part.sums or trainer.ranks.several) and not over:
             over = self._end_mini_batch(trainer, part, meter)
         rollouts.trained()
         if self.update_epochs > 1 and not over:
-            self._epochs(trainer, torch.cat(kept), self.update_epochs - 1, meter)
+            self._parts = 1 if trainer.ranks.several else None
+            self._epochs(trainer, torch.cat(kept) if kept else None, self.update_epochs - 1, meter)
 
     def lower_staleness(self, max_staleness: int) -> None:
         """Lower η while it runs, from the next update on; see :meth:`Rollouts.lower_staleness`.
@@ -272,6 +290,7 @@ class StreamingFitLoop(SyncFitLoop):
         """End the envs and the replicas. What a checkpoint may still want of them is kept until the next run."""
         if self._rollouts is not None:
             self._final = self._rollouts.snapshot()
+            self._rollouts.close()
         self._rollouts = None
         if self._fleet is not None:
             self._fleet.close()

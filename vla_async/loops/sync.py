@@ -81,6 +81,7 @@ class SyncFitLoop(Loop):
         self.max_grad_norm, self.env_timeout_s = max_grad_norm, env_timeout_s
         self._pool: EnvPool | None = None
         self._shuffle = torch.Generator()
+        self._parts: int | None = None  # mini-batches per epoch, where several ranks must agree on it
 
     def check(self, trainer: AsyncTrainer) -> None:
         """Refuse what cannot work, before any worker starts."""
@@ -103,6 +104,11 @@ class SyncFitLoop(Loop):
         if objective.needs_whole_episodes and type(self) is SyncFitLoop:
             name = type(objective).__name__
             raise ValueError(f"model.objective={name} needs whole episodes, which SyncFitLoop cuts; use StreamingFitLoop")
+        if trainer.ranks.several and type(self) is SyncFitLoop:
+            raise ValueError(
+                f"trainer.num_ranks={trainer.ranks.settings.num_ranks}, but SyncFitLoop trains on one rank; take "
+                "StreamingFitLoop with train_async=false, streamer=false, async_interaction=false, the same algorithm"
+            )
 
     def _global_batch(self, trainer: AsyncTrainer) -> tuple[int, str]:
         """The most decisions of an update, and what they come from."""
@@ -111,9 +117,13 @@ class SyncFitLoop(Loop):
 
     def open(self, trainer: AsyncTrainer) -> EnvSpec:
         """Start the envs."""
-        self._shuffle.manual_seed(fold(trainer.seed, "shuffle") % 2**63)
+        self.shuffle_by(fold(trainer.seed, "shuffle"))
         self._pool = EnvPool(trainer.env, timeout_s=self.env_timeout_s)
         return self._pool.spec
+
+    def shuffle_by(self, seed: int) -> None:
+        """Draw the orders of decisions from this seed on."""
+        self._shuffle.manual_seed(seed % 2**63)
 
     def run(self, trainer: AsyncTrainer) -> None:
         """Train until the trainer has had enough."""
@@ -161,12 +171,17 @@ class SyncFitLoop(Loop):
         self._epochs(trainer, valid_decisions(batch), self.update_epochs, meter)
         return meter
 
-    def _epochs(self, trainer: AsyncTrainer, flat: TensorDictBase, epochs: int, meter: Meter) -> None:
-        """Passes over decisions ``[B]``, in mini-batches, unless the objective ends the update early."""
-        for indices in self._mini_batches(len(flat), epochs):
-            mini, part = flat[indices.to(flat.device)], Meter()
-            for micro in mini.split(self.micro_batch_size or len(mini)):
-                self._backward(trainer, micro, part)
+    def _epochs(self, trainer: AsyncTrainer, flat: TensorDictBase | None, epochs: int, meter: Meter) -> None:
+        """Passes over decisions ``[B]``, in mini-batches, unless the objective ends the update early.
+
+        One of several ranks may have no decisions (None), and takes part in the optimizer steps all the same.
+        """
+        for indices in self._mini_batches(0 if flat is None else len(flat), epochs):
+            part = Meter()
+            if flat is not None and len(indices):
+                mini = flat[indices.to(flat.device)]
+                for micro in mini.split(self.micro_batch_size or len(mini)):
+                    self._backward(trainer, micro, part)
             if self._end_mini_batch(trainer, part, meter):
                 break
 
@@ -174,7 +189,10 @@ class SyncFitLoop(Loop):
         """The indices of each mini-batch; every epoch has an order of its own."""
         for _ in range(epochs):
             order = torch.randperm(num_decisions, generator=self._shuffle)
-            yield from order.split(self.mini_batch_size or num_decisions)
+            if self._parts is None:
+                yield from order.split(self.mini_batch_size or num_decisions)
+            else:
+                yield from order.tensor_split(self._parts)
 
     def _backward(self, trainer: AsyncTrainer, micro: TensorDictBase, part: Meter) -> TensorDictBase:
         """Back-propagate the sum over a micro-batch; returns it with what it must hold when it is trained on again."""
@@ -186,7 +204,8 @@ class SyncFitLoop(Loop):
 
     def _end_mini_batch(self, trainer: AsyncTrainer, part: Meter, meter: Meter) -> bool:
         """One optimizer step, for which the strategy divides once; returns whether the objective ends the update."""
-        if float(part.sums.pop("train/valid")) == 0.0:  # nothing to learn from, for example groups without a difference
+        part = trainer.ranks.merged(part)
+        if float(part.sums.pop("train/valid", 0.0)) == 0.0:  # nothing to learn from, for example groups without a difference
             trainer.optimizer.zero_grad()
             cast(SizeWeighted, trainer.fabric.strategy).reset()
             return False

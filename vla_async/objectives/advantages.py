@@ -220,6 +220,14 @@ class AdvantageNormalizer:
         self._weight, self._sum = self._weight + sums[0], self._sum + sums[1]
         self._sum_of_squares += sums[2]
 
+    def sums(self) -> dict[str, float]:
+        """What :meth:`update` has added up in this update."""
+        return {"weight": self._weight, "sum": self._sum, "sum_of_squares": self._sum_of_squares}
+
+    def load_sums(self, sums: Mapping[str, float]) -> None:
+        """The inverse of :meth:`sums`."""
+        self._weight, self._sum, self._sum_of_squares = sums["weight"], sums["sum"], sums["sum_of_squares"]
+
     def end_update(self) -> None:
         """Make what :meth:`update` saw the statistics in use; without any, keep the ones there are."""
         if self._weight > 0:

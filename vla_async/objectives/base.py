@@ -108,6 +108,16 @@ class Objective(ABC):
     def end_update(self) -> None:
         """Called once at the end of an update, before its weights are published."""
 
+    def begin_run(self, policy: VLAPolicy) -> None:
+        """Called on each of several ranks before a run's first step, as none of them is sure to see data before it."""
+
+    def sums(self) -> dict[str, float]:
+        """Sums over what :meth:`prepare` has seen in this update; several ranks add them up before :meth:`end_update`."""
+        return {}
+
+    def load_sums(self, sums: Mapping[str, float]) -> None:
+        """Put what :meth:`sums` gave, added up over all ranks, in the place of what this one has seen."""
+
     def reset(self) -> None:
         """Forget what earlier runs left, for a new one begins."""
 

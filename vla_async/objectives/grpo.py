@@ -172,6 +172,19 @@ class GRPO(ClippedObjective):
             counts["outcome"] = outcome / kept
         return dict(means) | {f"grpo/{name}": value for name, value in counts.items()}
 
+    def begin_run(self, policy: VLAPolicy) -> None:
+        """Copy the reference policy, if there is to be one."""
+        if self.kl_coef > 0.0 and self.reference is None:
+            self.reference = Reference.of(policy)
+
+    def sums(self) -> dict[str, float]:
+        """How many groups and episodes there were, and what came of them."""
+        return dict(self.counts)
+
+    def load_sums(self, sums: Mapping[str, float]) -> None:
+        """The inverse of :meth:`sums`."""
+        self.counts = dict(sums)
+
     def end_update(self) -> None:
         """Forget the groups of this update."""
         super().end_update()

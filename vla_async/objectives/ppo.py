@@ -141,6 +141,14 @@ class PPO(ClippedObjective):
         rest = {name: value for name, value in means.items() if name not in dropped}
         return rest | {"ppo/explained_variance": losses.explained_variance(*moments)}
 
+    def sums(self) -> dict[str, float]:
+        """What the advantage statistics of the next update are made of."""
+        return self.normalizer.sums()
+
+    def load_sums(self, sums: Mapping[str, float]) -> None:
+        """The inverse of :meth:`sums`."""
+        self.normalizer.load_sums(sums)
+
     def end_update(self) -> None:
         """Count the update, and make its advantage statistics those of the next one."""
         super().end_update()

@@ -37,6 +37,10 @@ class AcrossRanks(SizeWeighted, ParallelStrategy):
         self._desk: Any = distributed.new_group(backend="gloo", timeout=self._timeout)
         self._store, self._meetings = _get_default_store(), 0
 
+    def meet(self, occasion: str, message: Any) -> list[Any]:
+        """What all ranks bring to an occasion, in their order; raises as the division does if one does not come to it."""
+        return self._exchange(occasion, message)
+
     def _meet(self, report: Report) -> Sequence[Report]:
         reports = self._exchange("a division", report)
         for rank, other in enumerate(reports):

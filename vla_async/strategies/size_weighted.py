@@ -248,6 +248,10 @@ class SizeWeighted(Strategy):
 
     # ------------------------------------------------------------------ what differs on several ranks
 
+    def meet(self, occasion: str, message: Any) -> list[Any]:
+        """What all ranks bring to an occasion, in their order. All must come to it."""
+        return [message]
+
     def _leaves(self, optimizer: Optimizer) -> Sequence[Tensor]:
         """The tensors that the backward pass writes the gradients of an optimizer's parameters into."""
         return list(parameters_of(optimizer))
