@@ -14,8 +14,8 @@ from vla_async import keys
 from vla_async.collectors.board import Board
 from vla_async.collectors.slab import Key, Leaf, Slab, read_texts
 
-# What a trainer computes with, by the last part of its key, ours and TorchRL's. Elsewhere an infinity means something: masked
-# logits, the log-prob of what cannot be done.
+# What a trainer computes with, by the last part of its key, ours and TorchRL's. Elsewhere an infinity means something:
+# masked logits, the log-prob of what cannot be done.
 _MUST_BE_FINITE = frozenset(
     {"action", keys.CHUNK[-1], keys.LOG_PROB, "log_prob", "sample_log_prob", keys.VALUE, "state_action_value"}
 )
@@ -39,11 +39,9 @@ class Complaint:
         Raises:
             FloatingPointError: names it, the envs and the input.
         """
-        with np.errstate(invalid="ignore"):  # of infinities of both signs
-            # the sum is finite if all are, unless it overflows
-            doubtful = [key for key, value in made.items() if value.is_floating_point() and not math.isfinite(_sum(value))]
-        for key in doubtful:
-            value = made[key]
+        for key, value in made.items():
+            if not value.is_floating_point() or math.isfinite(_sum_of_squares(value)):
+                continue  # it is finite if all are, unless it overflows
             is_bad = ~torch.isfinite(value) if key[-1] in _MUST_BE_FINITE else torch.isnan(value)
             wrong = rows[is_bad.reshape(len(value), -1).any(-1).numpy()]
             if len(wrong):
@@ -57,9 +55,12 @@ class Complaint:
         return f"it was for env {envs}, with weights of version {version}; the input was {'; '.join(seen)}"
 
 
-def _sum(value: Tensor) -> float:
-    # NumPy's touches half the code that torch's does
-    return float(value.numpy().sum() if value.dtype in (torch.float32, torch.float64) else value.sum())
+def _sum_of_squares(value: Tensor) -> float:
+    flat = value.reshape(-1)
+    if value.dtype not in (torch.float32, torch.float64):
+        return float(flat.dot(flat))
+    array = flat.numpy()  # NumPy's product touches half the code that torch's does
+    return float(np.dot(array, array))
 
 
 def _summary(leaf: Leaf, value: Tensor) -> str:

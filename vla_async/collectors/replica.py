@@ -111,7 +111,7 @@ class InferenceReplica:
             batch = None if self._paused else self.batcher.pop_due(self._now())
             if batch is not None:
                 self._answer_all(batch)
-            self.orders.tally.seconds[1] = clock() - self._began
+            self.orders.tally.at(clock() - self._began)
 
     def _now(self) -> float:
         self._latest = max(self._latest, clock())

@@ -12,7 +12,7 @@ from torch import Tensor
 from vla_async import keys
 from vla_async.collectors.board import Board
 from vla_async.collectors.groups import Grouping
-from vla_async.collectors.row_env import LENGTH, RETURN, SEED, TASK, Array, FactoryRows
+from vla_async.collectors.row_env import GROUP, LENGTH, RETURN, SEED, TASK, Array, FactoryRows
 from vla_async.collectors.slab import Key, Slab
 from vla_async.collectors.slot_writer import SlotWriter
 from vla_async.envs.chunk_row import ChunkRow
@@ -30,15 +30,20 @@ class SingleRow(FactoryRows):
 
     Attributes:
         executed: env steps of the last decision.
+        order: the leaves that :meth:`step_one` gives.
     """
 
     def __init__(self, env: ChunkedEnv, text_bytes: int, grouping: Grouping | None = None) -> None:
         super().__init__(env, text_bytes, grouping)
         self._row, self._H, self.executed = ChunkRow(env), env.chunk_size, 0
-        # what stays the same for a whole episode, what the last decision led to, and whether it has been decided in
-        self._fixed: dict[Key, Any] = {}
-        self._seen: dict[Key, Array] = {}
-        self._led_to: dict[Key, Any] = {}
+        self._names = list(env.observed)
+        self.order: list[Key] = [("observation", name) for name in self._names]
+        self.order += [("success",), ("success_once",), ("executed",), ("step_rewards",), ("reward",)]
+        self.order += [("done",), ("terminated",), ("truncated",), RETURN, LENGTH]
+        self.order += [(keys.INSTRUCTION,), TASK, SEED] + ([GROUP] if grouping else [])
+        shapes = {leaf.key: leaf.shape for leaf in self.leaves}
+        self._shapes = [shapes[key] for key in self.order]
+        self._flag_keys = self.order[len(self._names) : len(self._names) + 4]
 
     @staticmethod
     def suits(env: ChunkedEnv) -> bool:
@@ -49,53 +54,49 @@ class SingleRow(FactoryRows):
         super().restart(done, episodes)
         self._row.begin()
         self._episode_return, self._episode_length = 0.0, 0
-        self._led_to = {}
-        self._seen = {("observation", name): _row(value) for name, value in self.env.observed.items()}
-        self._fixed = {(keys.INSTRUCTION,): self._instructions[0], TASK: self._tasks[0], SEED: int(self._seeds[0])}
-        self._fixed |= {key: int(group[0, 0]) for key, group in self._groups.items()}
+        self._led_to: list[Any] = []
+        self._seen = [_row(self.env.observed[name]) for name in self._names]
+        self._fixed = [self._instructions[0], self._tasks[0], int(self._seeds[0])]
+        self._fixed += [int(group[0, 0]) for group in self._groups.values()]
 
-    def step_one(self, chunk: Array) -> tuple[dict[Key, Any], bool]:
+    def step_one(self, chunk: Array) -> tuple[list[Any], bool]:
         """Execute one decision.
 
         Args:
             chunk: float32 ``[H, A]``.
 
         Returns:
-            What :meth:`step` does, without the dimension of the rows; leaves of one element as plain numbers.
+            What :meth:`step` does, in the order of :attr:`order`, without the dimension of the rows; leaves of one element
+            other than observations as plain numbers.
         """
         result = self._row.step(chunk)
         rewards: Any = result.step_rewards
         self.executed = steps = len(rewards)
-        total = rewards[0] if self._H == 1 else float(np.array(rewards, np.float32).sum())  # rounded as for many rows
+        executed: Any = True
+        if self._H == 1:
+            rewards = total = rewards[0]
+        else:
+            total = float(np.array(rewards, np.float32).sum())  # rounded as for many rows
+            missing = self._H - steps
+            rewards, executed = rewards + [0.0] * missing, [True] * steps + [False] * missing
         self._episode_return += total
         self._episode_length += steps
-        done = result.terminated or result.truncated
-        missing = self._H - steps
-        executed: Any = [True] * steps + [False] * missing
-        rewards += [0.0] * missing
-        if self._H == 1:
-            rewards, executed = total, True
-        self._led_to = {
-            ("success",): result.success,
-            ("success_once",): result.success_once,
-            ("executed",): executed,
-            ("step_rewards",): rewards,
-        }
-        self._seen = {("observation", name): _row(value) for name, value in result.observation.items()}
-        out = {**self._fixed, **self._seen, **self._led_to}
-        out[("reward",)], out[RETURN], out[LENGTH] = total, self._episode_return, self._episode_length
-        out[("done",)], out[("terminated",)], out[("truncated",)] = done, result.terminated, result.truncated
-        return out, done
+        observation, terminated, truncated = result.observation, result.terminated, result.truncated
+        self._seen = [_row(observation[name]) for name in self._names]
+        self._led_to = [result.success, result.success_once, executed, rewards]
+        done = terminated or truncated
+        outcome = [total, done, terminated, truncated, self._episode_return, self._episode_length]
+        return self._seen + self._led_to + outcome + self._fixed, done
 
     def step(self, actions: Mapping[Key, Tensor], active: Array | None = None) -> tuple[dict[Key, Array], Array]:
         out, done = self.step_one(actions[keys.CHUNK][0].numpy())
-        types = {leaf.key: leaf for leaf in self.leaves}
-        return {key: _as_row(value, types[key].shape) for key, value in out.items()}, np.array([done])
+        rows = [_as_row(value, shape) for value, shape in zip(out, self._shapes, strict=True)]
+        return dict(zip(self.order, rows, strict=True)), np.array([done])
 
     def current(self) -> dict[Key, Array]:
-        seen = {key: value[None] for key, value in self._seen.items()}
-        flags = {key: _as_row(value, (-1,)) for key, value in self._led_to.items()} or self._flags
-        return seen | flags | {(keys.INSTRUCTION,): self._instructions} | self._groups
+        seen = {key: value[None] for key, value in zip(self.order, self._seen, strict=False)}
+        flags = {key: _as_row(value, (-1,)) for key, value in zip(self._flag_keys, self._led_to, strict=False)}
+        return seen | (flags or self._flags) | {(keys.INSTRUCTION,): self._instructions} | self._groups
 
     def count(self, outcome: Mapping[Key, Array]) -> int:
         return int(np.sum(outcome[("executed",)]))
@@ -113,7 +114,9 @@ class SingleRowWriter(SlotWriter):
         self._begun, self._may_begin, self._cut = map(numbers, (self._episodes, self._admitted, board.cut))
         self._lengths, self._numbers_of = numbers(self._length), numbers(self._traj_ids)
         self._chunks: Array = slab.rows(keys.CHUNK).numpy()
-        self._targets = [(key, _target(key, self._arrays[key]), is_observation) for key, is_observation in self._stepped]
+        stepped = dict(self._stepped)
+        # where each value of a step goes; None for a state that the policy carries on itself
+        self._targets = [(_target(key, self._arrays[key]), stepped[key]) if key in stepped else None for key in env.order]
 
     @property
     def lacking(self) -> bool:
@@ -135,8 +138,9 @@ class SingleRowWriter(SlotWriter):
         at = slot * self._R + step
         outcome, done = self.env.step_one(self._chunks[at])
         after = at + self._T + 1 if done and self._spans else at + 1
-        for key, target, is_observation in self._targets:
-            target[after if is_observation else at] = outcome[key]
+        for target, value in zip(self._targets, outcome, strict=True):
+            if target is not None:
+                target[0][after if target[1] else at] = value
         self._numbers_of[at] = self._number + (self._begun[0] - 1) * self._num_rows
         self._steps[0] = step = step + 1
         self.env_steps = self.env.executed

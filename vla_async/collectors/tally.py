@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vla_async.shared_memory import Field, SharedBlock
+from vla_async.shared_memory import Field, SharedBlock, numbers
 
 _RATIO = 1.05  # of neighbouring bins, so a percentile of times is known to 5 %
+_LOG_RATIO = math.log(_RATIO)
 _SHORTEST_S = 1e-6
 _BINS = 460  # up to 5,000 s
 
@@ -45,6 +46,8 @@ class Tally:
         self.queue: NDArray[Any]
         for name, tensor in block.tensors.items():
             setattr(self, name, tensor.numpy())
+        self._sizes, self._waits, self._forwards = map(numbers, (self.sizes, self.waits, self.forwards))
+        self._seconds, self._queue = map(numbers, (self.seconds, self.queue))
 
     def __getstate__(self) -> SharedBlock:
         return self._block
@@ -54,19 +57,24 @@ class Tally:
 
     def add(self, rows: int, waits: Sequence[float], taken_s: float, waiting: int) -> None:
         """Count a batch: its rows, how long each request had waited, how long it took, the rows that stayed behind."""
-        self.sizes[rows] += 1
-        self.forwards[time_bin(taken_s)] += 1
+        self._sizes[rows] += 1
+        self._forwards[time_bin(taken_s)] += 1
         for wait in waits:
-            self.waits[time_bin(wait)] += 1
-        self.seconds[0] += taken_s
-        self.queue += (waiting, 1)
+            self._waits[time_bin(wait)] += 1
+        self._seconds[0] += taken_s
+        self._queue[0] += waiting
+        self._queue[1] += 1
+
+    def at(self, seconds: float) -> None:
+        """Note how long the replica has served."""
+        self._seconds[1] = seconds
 
 
 def time_bin(seconds: float) -> int:
     """The bin of a time."""
     if seconds <= _SHORTEST_S:
         return 0
-    return min(_BINS - 1, 1 + int(math.log(seconds / _SHORTEST_S) / math.log(_RATIO)))
+    return min(_BINS - 1, 1 + int(math.log(seconds / _SHORTEST_S) / _LOG_RATIO))
 
 
 def percentile(counts: NDArray[Any], share: float) -> float:
