@@ -144,7 +144,7 @@ class ClockEnvs(EnvFactory):
         return self.batched
 
     def make_simulator(self, index: int, render: bool = False) -> ClockSimulator:
-        if not 0 <= index < self.num_envs:
+        if not self.batched and not 0 <= index < self.num_envs:
             raise IndexError(f"env {index} of {self.num_envs}")
         simulator = ClockSimulator(self, index, self.num_envs if self.batched else 1)
         simulator._fail("build")

@@ -10,8 +10,9 @@ from tensordict import TensorDictBase
 from torchrl.objectives.value import GAE
 
 from tests.collectors.rollout_fakes import BatchedCounterEnv, CounterEnv, Pusher, collecting, episodes, take
-from tests.fakes import ClockEnvs, KnownPolicy, known_value
+from tests.fakes import ClockEnvs, ClockSimulator, KnownPolicy, known_value
 from vla_async import keys
+from vla_async.collectors.pool import WorkerError
 
 GAMMA = 0.9
 CLOCKS = ClockEnvs(num_envs=3, chunk_size=2, max_episode_steps=5, success_at=3, success_every=2, names=("watch", "wind"))
@@ -136,6 +137,35 @@ def test_rows_of_a_batched_simulator_end_at_different_times(stages: int) -> None
         if bool(episode[keys.DONE][-1]):
             lengths.add(len(episode))
     assert lengths == {2, 4}
+
+
+@pytest.mark.parametrize("stages", [1, 3, 6])
+def test_each_stage_runs_the_tasks_of_its_own_envs(stages: int) -> None:
+    """A stage may have fewer rows than there are tasks: together they run what the whole simulator would."""
+    envs = ClockEnvs(num_envs=6, names=("a", "b", "c", "d"), batched=True)
+    with collecting(envs, KnownPolicy(), frames_per_batch=24, num_stages=stages, seed=1) as collector:
+        batches = take(collector, 2)
+    tasks = {(number % 6, int(e[keys.STATE][0, 2])) for number, e in episodes(batches).items()}
+    assert tasks == {(row, row % 4) for row in range(6)}
+
+
+class Forgetful(ClockEnvs):
+    """Does not look at which envs a stage is."""
+
+    def make_simulator(self, index: int, render: bool = False) -> ClockSimulator:
+        return super().make_simulator(0, render)
+
+
+def test_a_stage_that_runs_other_tasks_than_its_envs_is_refused() -> None:
+    envs = Forgetful(num_envs=4, names=("a", "b", "c"), batched=True)
+    with collecting(envs, KnownPolicy(), frames_per_batch=8) as collector:
+        take(collector, 1)
+    what = r"(?s)begins with env 2 runs \['a', 'b'\].*are \['c', 'a'\].*Forgetful.make_simulator.*set num_stages=1"
+    with (
+        pytest.raises(WorkerError, match=what),
+        collecting(envs, KnownPolicy(), frames_per_batch=8, num_stages=2) as collector,
+    ):
+        take(collector, 1)
 
 
 def test_rows_of_any_batched_env_end_at_different_times() -> None:

@@ -57,6 +57,7 @@ def test_a_group_is_whole_and_starts_in_one_state_with_noise_of_its_own(streamer
         {"envs_per_worker": 3, "fragments_per_update": 2, "max_staleness": 5},
         {"batched": True},
         {"batched": True, "async_interaction": False, "num_stages": 2},
+        {"batched": True, "num_stages": 8, "fragments_per_update": 4},
         {"batched": True, "max_batch_size": 3, "train_async": False},
         {"straggler": "drop", "max_staleness": 1},
     ],
@@ -73,17 +74,19 @@ def test_no_setting_lets_the_envs_wait_for_each_other(settings: dict[str, Any], 
     assert not any(name.endswith("dropped/stale") for name in steps[6])
 
 
-def test_rows_that_stand_still_change_nothing_of_what_the_others_do(tmp_path: Path) -> None:
-    """A batched simulator plays, row by row, the episodes that single envs would; only when differs."""
+@pytest.mark.parametrize("stages", [1, 2, 8])
+def test_rows_that_stand_still_change_nothing_of_what_the_others_do(stages: int, tmp_path: Path) -> None:
+    """A batched simulator plays, row by row, the episodes that single envs would, of the same tasks; only when differs."""
 
     def episodes(root: Path, batched: bool) -> dict[tuple[int, int], torch.Tensor]:
-        objective = SpyGRPO(group_size=2)
-        fit(root, known(objective), HeldEnvs(**(LUCKY | {"batched": batched})), max_steps=4, train_async=False)
+        objective, envs = SpyGRPO(group_size=2), HeldEnvs(**(LUCKY | {"batched": batched}))
+        fit(root, known(objective), envs, max_steps=4, train_async=False, num_stages=stages if batched else 1)
         found = {}
         for prepared in objective.prepared:
             for member in prepared:
                 valid = member[keys.EXECUTED].any(-1)
-                found[int(member[keys.GROUP_ID][0]), int(member["collector", "traj_ids"][0])] = member[valid][keys.CHUNK]
+                name = int(member[keys.GROUP_ID][0]), int(member["collector", "traj_ids"][0])
+                found[name] = torch.cat([member[valid][keys.CHUNK].flatten(), member[valid][keys.STATE].flatten()])
         return found
 
     single, batched = episodes(tmp_path / "single", False), episodes(tmp_path / "batched", True)
@@ -215,12 +218,6 @@ def test_a_resumed_run_goes_on_with_whole_groups(tmp_path: Path) -> None:
         ({"num_envs": 4}, {"group_size": 2}, {"fragments_per_update": 5}, r"fragments_per_update=5.*multiple.*make it 6"),
         ({"num_envs": 4}, {"group_size": 2}, {"straggler": "cut"}, r"straggler='cut'.*choose wait or drop"),
         ({"num_envs": 8}, {"group_size": 2}, {"fragments_per_update": 2}, r"room for 4.*need 8.*max_staleness to 3"),
-        (
-            {"num_envs": 12, "names": ("a", "b", "c"), "batched": True},
-            {"group_size": 2},
-            {"num_stages": 6},
-            r"num_stages=6.*3 tasks.*lower num_stages",
-        ),
         ({"num_envs": 4}, {"group_size": 2}, {"mini_batch_size": 13}, r"mini_batch_size=13.*12 decisions.*4 trajectories"),
     ],
 )

@@ -39,8 +39,9 @@ def make_shards(
         else:
             if num_stages < 1 or create_env_fn.num_envs % num_stages:
                 raise ValueError(f"num_stages={num_stages} must divide env.num_envs={create_env_fn.num_envs}")
-            part = dataclasses.replace(create_env_fn, num_envs=create_env_fn.num_envs // num_stages)
-            return [[EnvSource(part, 0, grouping)] * num_stages], False
+            rows = create_env_fn.num_envs // num_stages
+            part = dataclasses.replace(create_env_fn, num_envs=rows)
+            return [[EnvSource(part, stage * rows, grouping) for stage in range(num_stages)]], False
     elif callable(create_env_fn):
         return [[EnvSource(create_env_fn)]], True
     else:

@@ -212,7 +212,8 @@ class EnvFactory(ABC):
         """Build the simulator behind env ``index``.
 
         Args:
-            index: which env, in ``[0, num_envs)``; a batched factory has index 0 only.
+            index: which env, in ``[0, num_envs)``. Of a batched factory, which env its row 0 is, so that row r runs task
+                ``(index + r) % len(task_names)``: 0, unless it is one of several stages that a larger one was cut into.
             render: whether :meth:`Simulator.render` will be called.
         """
 
@@ -227,10 +228,27 @@ class EnvFactory(ABC):
         """Build env ``index`` as a TorchRL ``EnvBase`` whose action is a chunk."""
         from vla_async.envs.chunked import ChunkedEnv
 
-        return ChunkedEnv(
+        env = ChunkedEnv(
             self.make_simulator(index, render),
             chunk_size=self.chunk_size,
             max_episode_steps=self.max_episode_steps,
             on_success=self.on_success,
             is_batched=self.is_batched,
         )
+        if self.is_batched and index:
+            self._check_stage(index, list(env.simulator.tasks))
+        return env
+
+    def _check_stage(self, index: int, tasks: list[str]) -> None:
+        """Make sure that a stage runs the tasks of its own envs: else some tasks would run twice, and others not at all.
+
+        Raises:
+            ValueError: if it does not.
+        """
+        names = self.task_names
+        expected = [names[(index + row) % len(names)] for row in range(len(tasks))]
+        if tasks != expected:
+            raise ValueError(
+                f"the stage that begins with env {index} runs {tasks}, but its envs' tasks are {expected}; let "
+                f"{type(self).__name__}.make_simulator(index) run task (index + row) % {len(names)}, or set num_stages=1"
+            )

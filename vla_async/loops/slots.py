@@ -49,7 +49,7 @@ class SlotPlan:
         slots = fragments_per_update or env.num_envs
         shards, _ = make_shards(env, envs_per_worker, num_stages)
         if objective.needs_whole_episodes:
-            grouping = _grouping(env, objective, num_stages)
+            grouping = _grouping(env, objective)
             if slots % grouping.size:
                 raise ValueError(
                     f"fit_loop.fragments_per_update={slots} must be a multiple of objective.group_size={grouping.size}, for "
@@ -77,16 +77,11 @@ class SlotPlan:
             )
 
 
-def _grouping(env: EnvFactory, objective: Objective, num_stages: int) -> Grouping:
+def _grouping(env: EnvFactory, objective: Objective) -> Grouping:
     tasks, size = len(env.task_names), objective.group_size
     if env.num_envs % (tasks * size):
         raise ValueError(
             f"env.num_envs={env.num_envs} must be a multiple of {tasks * size}: each of {tasks} tasks needs whole groups "
             f"of objective.group_size={size}; make it {-(-env.num_envs // (tasks * size)) * tasks * size}"
-        )
-    if env.num_envs // num_stages % tasks:
-        raise ValueError(
-            f"fit_loop.num_stages={num_stages} leaves {env.num_envs // num_stages} envs in a stage, which {tasks} tasks do "
-            "not share evenly; lower num_stages"
         )
     return Grouping(size, env.num_envs, tasks)
