@@ -234,6 +234,27 @@ def test_a_policy_that_changes_its_shape_is_an_error(tmp_path: Path) -> None:
         fit(tmp_path, env=ClockEnvs(), policy=Growing())
 
 
+class Talkative(KnownPolicy):
+    """Its state_dict holds what no process can be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objective = PPO()
+
+    def get_extra_state(self) -> Any:
+        return (number for number in range(3))
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_weights_that_cannot_be_handed_over_are_an_error(tmp_path: Path) -> None:
+    """The thread that hands them over must not be the only one that knows."""
+    with pytest.raises(RuntimeError, match="weights could not be handed to the evaluation process") as caught:
+        fit(tmp_path, Checkpoint(every_s=0, save_last=False), env=ClockEnvs(), policy=Talkative(), max_steps=-1)
+    assert "generator" in str(caught.value.__cause__)
+
+
 def test_what_cannot_be_evaluated_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not hours later: too few envs for the tasks, no memory for the weights."""
     seen = Results()

@@ -56,6 +56,7 @@ class EvaluationProcess:
         self.weights = _block(trainer.state.finished["state_dict"])
         self.progress = SharedBlock({"ended": Field((1,), torch.int64)})
         self._thread: threading.Thread | None = None
+        self._trouble: Exception | None = None
         orders = EvaluationOrders(
             pickled=cloudpickle.dumps((portable(trainer.policy), loop)),
             factory=env,
@@ -84,9 +85,21 @@ class EvaluationProcess:
                 "handed to the evaluation process; set evaluate_loop.beside_training=false"
             )
         self.progress["ended"].zero_()
-        arguments = (self.member.link, self.weights, snapshot)
-        self._thread = threading.Thread(target=_send, args=arguments, name="weights-to-evaluation", daemon=True)
+        self._thread = threading.Thread(target=self._send, args=(snapshot,), name="weights-to-evaluation", daemon=True)
         self._thread.start()
+
+    def _send(self, snapshot: Snapshot) -> None:
+        others = {}
+        try:
+            for name, value in snapshot["state_dict"].items():
+                if isinstance(value, Tensor):
+                    self.weights[name].copy_(value)
+                else:
+                    others[name] = value
+            self.member.link.send((version_of(snapshot), others))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer has to learn of it rather than wait for ever
+            self._trouble = error
+            self.member.process.kill()  # which wakes whoever waits for an answer
 
     def receive(self) -> EvaluationResult:
         """Wait for a result.
@@ -94,11 +107,14 @@ class EvaluationProcess:
         Raises:
             FloatingPointError: if a number was not finite, as where it was raised.
             WorkerError: if it has failed otherwise, or ended.
+            RuntimeError: if the weights could not be handed to it.
         """
         member = self.member
         try:
             message = member.link.recv()
         except (EOFError, ConnectionResetError):
+            if self._trouble is not None and not isinstance(self._trouble, (BrokenPipeError, ConnectionResetError)):
+                raise RuntimeError(f"weights could not be handed to the {member.name}") from self._trouble
             raise WorkerError(f"the {member.name} (pid {member.process.pid}) {how_it_ended(member.process)}") from None
         if isinstance(message, Reply):
             kind = FloatingPointError if message.is_arithmetic else WorkerError
@@ -140,18 +156,6 @@ def _block(state_dict: Mapping[str, Any]) -> SharedBlock:
             "are free; enlarge /dev/shm (docker run --shm-size), or set it to false"
         )
     return SharedBlock(fields)
-
-
-def _send(link: Any, block: SharedBlock, snapshot: Snapshot) -> None:
-    """Copy the weights into the block and ask for their evaluation."""
-    others = {}
-    for name, value in snapshot["state_dict"].items():
-        if isinstance(value, Tensor):
-            block[name].copy_(value)
-        else:
-            others[name] = value
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, which the next look at it will tell
-        link.send((version_of(snapshot), others))
 
 
 @dataclass(frozen=True)
