@@ -8,13 +8,13 @@ hold what decision ``t`` led to before the reset, if its episode ended there; ro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from vla_async import keys
@@ -168,7 +168,7 @@ class Slab:
         T = int(lengths.max()) if length is None else length
         here = chosen.unsqueeze(1) * self.layout.rows_per_slot + torch.arange(T)
         following = self.next_rows(chosen)[:, :T]
-        out = TensorDict({"next": TensorDict({}, [len(slots), T])}, [len(slots), T], names=[None, "time"])
+        out = TensorDict({"next": TensorDict({}, [len(slots), T])}, [len(slots), T])
         for leaf in self.layout.leaves:
             if leaf.is_text and not texts:
                 continue
@@ -184,6 +184,7 @@ class Slab:
                 out.set(key[1:], torch.zeros_like(out.get(key)))  # an episode that has ended is never decided on
         if bool((lengths < T).any()):
             out.set(MASK, torch.arange(T) < lengths.unsqueeze(1))
+        out.names = [None, "time"]  # at the end: with names, every text would be copied as it is put in
         return out
 
     def _take(self, leaf: Leaf, rows: Tensor) -> Any:
@@ -197,12 +198,21 @@ class Slab:
         return int(self.rows((keys.POLICY_VERSION,))[slot * self.layout.rows_per_slot])
 
 
-def read_texts(rows: Tensor, shape: Iterable[int]) -> NonTensorStack:
-    """The texts of UTF-8 rows ``[N, bytes]``, as a stack of a batch shape with N elements."""
+def read_texts(rows: Tensor, shape: Sequence[int]) -> NonTensorStack:
+    """The texts of UTF-8 rows ``[N, bytes]``, as a stack of a batch shape with N elements. Equal texts are one object."""
     raw = [row.tobytes() for row in rows.numpy()]
-    known = {text: text.rstrip(b"\0").decode() for text in set(raw)}
-    stack: Any = np.array([known[text] for text in raw], dtype=object).reshape(tuple(shape)).tolist()
-    return NonTensorStack.from_list(stack)
+    known = {text: NonTensorData(text.rstrip(b"\0").decode(), batch_size=[]) for text in set(raw)}
+    return _stacked([known[text] for text in raw], shape)
+
+
+def _stacked(level: list[Any], shape: Sequence[int]) -> NonTensorStack:
+    """Stacks of stacks, made without looking at each element again, which takes longer than reading all the tensors."""
+    size = len(level) // shape[0] if shape[0] else 0
+    parts = level if len(shape) == 1 else [_stacked(level[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
+    if not parts:
+        return NonTensorStack.from_list([])
+    stack: NonTensorStack = NonTensorStack._new_lazy_unsafe(*parts, stack_dim=0)
+    return stack
 
 
 def write_text(text: str, out: Tensor) -> None:
