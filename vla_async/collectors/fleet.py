@@ -102,6 +102,7 @@ class Fleet:
         weights: Any = None,
         counts: RowCounts | None = None,
         waiting: dict[str, Any] | None = None,
+        sized_by: str = "max_in_flight, the number of envs or frames_per_batch",
     ) -> None:
         """Give the policy to the replicas, allocate the slab, and let the rollouts begin.
 
@@ -115,6 +116,7 @@ class Fleet:
             weights: those that the rollouts begin with, if not the policy's own; see :meth:`WeightPublisher.publish`.
             counts: decisions and episodes of each row so far, to go on from; zero by default.
             waiting: finished slots of an earlier run, from :func:`vla_async.data.in_flight.save_bundles`.
+            sized_by: the settings that say how many slots there are and how long they are.
 
         Raises:
             ValueError: if the policy and the envs do not go together.
@@ -122,6 +124,7 @@ class Fleet:
             WorkerError: if a replica cannot hold the policy.
         """
         layout = self._layout(policy, decisions, num_slots, spans_episodes=grouping is None)
+        layout.check_fits(sized_by)
         self._allocate(layout, grouping, counts)
         self.publisher = self._make_publisher(policy, version if weights is None else version - 1)
         self.tallies = [Tally(self._most_rows(number)) for number in range(len(self._replicas))]
@@ -146,9 +149,7 @@ class Fleet:
         for replica in self._replicas:
             replica.link.send((pickled, self._leaves))
         ready = gather(ReplicaReady, self._replicas, self.settings.start_timeout_s)
-        layout = SlabLayout(all_leaves(self._leaves, ready[0].writes), num_slots, decisions, spans_episodes)
-        layout.check_fits("max_in_flight, the number of envs or frames_per_batch")
-        return layout
+        return SlabLayout(all_leaves(self._leaves, ready[0].writes), num_slots, decisions, spans_episodes)
 
     def _allocate(self, layout: SlabLayout, grouping: Grouping | None, counts: RowCounts | None) -> None:
         print(f"slab: {human_bytes(layout.nbytes)} of shared memory, {layout}", flush=True)

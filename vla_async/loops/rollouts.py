@@ -62,6 +62,11 @@ class Rollouts:
         self.fleet, self.plan, self.device = fleet, plan, trainer.fabric.device
         self.straggler, self.selection, self.in_flight = straggler, selection, in_flight
         self.max_staleness = min(max_staleness, state["max_staleness"]) if state else max_staleness
+        if state and len(state["counts"]["episodes"]) != fleet.num_rows:
+            raise ValueError(
+                f"the checkpoint is of a run with env.num_envs={len(state['counts']['episodes'])}, not {fleet.num_rows}; "
+                "resume it with as many, or start a new run from its weights with trainer.init_from"
+            )
         fleet.serve(
             trainer.policy,
             decisions=plan.decisions,
@@ -70,6 +75,7 @@ class Rollouts:
             version=trainer.state.counters.step,
             counts=RowCounts(**state["counts"]) if state else None,
             waiting=state.get("waiting") if state and in_flight == "save" else None,
+            sized_by="fit_loop.max_staleness, fragments_per_update or decisions_per_env",
         )
         if state:
             fleet.queue.resume(state["queue"])

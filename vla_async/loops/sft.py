@@ -54,7 +54,7 @@ class SFTLoop(Loop):
                 raise ValueError(f"sft_loop.{name}={value} must be at least 1")
         if micro_batch_size is not None and micro_batch_size > batch_size:
             raise ValueError(f"sft_loop.micro_batch_size={micro_batch_size} is larger than sft_loop.batch_size={batch_size}")
-        if max_grad_norm is not None and max_grad_norm <= 0:
+        if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"sft_loop.max_grad_norm={max_grad_norm} must be positive, or null for no clipping")
         self.directory, self.max_episodes, self.max_steps = Path(directory), max_episodes, max_steps
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size

@@ -32,7 +32,7 @@ from vla_async.loops.dealt import DealtRollouts
 from vla_async.loops.following import ReceivedRollouts, follow
 from vla_async.loops.rollouts import Rollouts, completed
 from vla_async.loops.slots import SlotPlan
-from vla_async.loops.sync import SyncFitLoop, rollout_metrics
+from vla_async.loops.sync import SyncFitLoop, check_same_loop, rollout_metrics
 from vla_async.monitor.metrics import Meter
 from vla_async.placement import Placement
 from vla_async.rng import fold
@@ -140,6 +140,7 @@ class StreamingFitLoop(SyncFitLoop):
                 "choose wait or drop"
             )
         self._plan(trainer).check_room(self.max_staleness)
+        self._plan(trainer).check_devices(len(self.placement.rollout_devices or []))
 
     def _plan(self, trainer: AsyncTrainer) -> SlotPlan:
         assert trainer.policy.objective is not None  # SyncFitLoop has made sure of it
@@ -186,6 +187,7 @@ class StreamingFitLoop(SyncFitLoop):
         assert self._fleet is not None
         state = trainer.state.loop
         if state:
+            check_same_loop(state, "rollouts", self)
             self._shuffle.set_state(state["shuffle"])
         kind = DealtRollouts if trainer.ranks.several else Rollouts
         settings = (self.straggler, self.selection, self.max_staleness, self.in_flight, state.get("rollouts"))

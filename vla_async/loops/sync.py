@@ -12,8 +12,8 @@ The baseline in one picture::
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -72,7 +72,7 @@ class SyncFitLoop(Loop):
                 f"fit_loop.micro_batch_size={micro_batch_size} is larger than fit_loop.mini_batch_size={mini_batch_size}; "
                 "a micro-batch is a part of a mini-batch"
             )
-        if max_grad_norm is not None and max_grad_norm <= 0:
+        if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"fit_loop.max_grad_norm={max_grad_norm} must be positive, or null for no clipping")
         if env_timeout_s <= 0:
             raise ValueError(f"fit_loop.env_timeout_s={env_timeout_s} must be positive")
@@ -133,6 +133,7 @@ class SyncFitLoop(Loop):
             self._pool, trainer.policy, decisions_per_env=self.decisions_per_env, seed=trainer.seed, autocast=autocast
         )
         if state := trainer.state.loop:
+            check_same_loop(state, "collector", self)
             collector.load_state_dict(state["collector"])
             self._shuffle.set_state(state["shuffle"])
         while not trainer.should_stop:
@@ -219,6 +220,19 @@ class SyncFitLoop(Loop):
         if self._pool is not None:
             self._pool.close()
         self._pool = None
+
+
+def check_same_loop(state: Mapping[str, Any], part: str, loop: Loop) -> None:
+    """Refuse the state of another fit loop, which knows nothing of what this one has to go on with.
+
+    Raises:
+        ValueError: if ``part`` is not in the state.
+    """
+    if part not in state:
+        raise ValueError(
+            f"the checkpoint is of a run with another fit_loop than {type(loop).__name__}; resume it with that one, or "
+            "start a new run from its weights with trainer.init_from"
+        )
 
 
 def rollout_metrics(episodes: list[Episode]) -> dict[str, float]:
