@@ -24,8 +24,9 @@ from typing import Any
 
 from vla_async.shared_memory import SharedBlock
 
-GRACE_S = 5.0  # for what a rank does when another has ended: write down why, close its files
-CONNECT_S = 60.0  # other launchers start the ranks in any order
+GRACE_S = 3.0  # for a rank that only trains to end by itself when rank 0 has
+END_S = 10.0  # for all of them to have ended
+CONNECT_S = 60.0  # for importing everything; other launchers start the ranks in any order
 _BLOCK = "a block of shared memory"
 
 
@@ -39,7 +40,8 @@ class LeadingLinks:
     Args:
         num_ranks: how many ranks there are, rank 0 included.
         address: of the socket, the same for all ranks.
-        timeout_s: how long another rank may take to connect, and the own main thread to notice that one is lost.
+        timeout_s: how long another rank may take to connect (but at least a minute), and the own main thread to notice that
+            one is lost.
 
     Attributes:
         trouble: what became of the first rank that was lost; None while all is well.
@@ -70,7 +72,8 @@ class LeadingLinks:
         """
         self._processes = dict(enumerate(processes, start=1))
         self._socket.settimeout(0.1)
-        deadline = time.monotonic() + self.timeout_s
+        limit_s = max(self.timeout_s, CONNECT_S)
+        deadline = time.monotonic() + limit_s
         while missing := sorted(self._left - self._links.keys()):
             with suppress(TimeoutError):
                 self._accept()
@@ -78,7 +81,7 @@ class LeadingLinks:
                 if rank in self._processes and self._processes[rank].poll() is not None and rank not in self._links:
                     raise RankError(f"rank {rank} {self._how(rank)} before it joined; what it printed says why")
             if time.monotonic() > deadline:
-                raise RankError(f"{_ranks(missing)} did not join within trainer.rank_timeout_s={self.timeout_s:g} s")
+                raise RankError(f"{_ranks(missing)} did not join within {limit_s:g} s (see trainer.rank_timeout_s)")
         self._socket.close()
         threading.Thread(target=self._listen, name="rank links", daemon=True).start()
 
@@ -141,7 +144,7 @@ class LeadingLinks:
         if rank not in self._processes:
             return "ended"
         with suppress(subprocess.TimeoutExpired):
-            code = self._processes[rank].wait(GRACE_S)
+            code = self._processes[rank].wait(END_S)
             return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended by itself (exit code {code})"
         return "closed its link"
 
@@ -161,9 +164,9 @@ class LeadingLinks:
         """Wait until all other ranks have ended, a moment only; end those that this process has started and that hang."""
         self._ending.set()
         self._socket.close()
-        deadline = time.monotonic() + 2 * GRACE_S
+        deadline = time.monotonic() + END_S
         if self._links:
-            self._heard.wait(2 * GRACE_S)
+            self._heard.wait(END_S)
         for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, deadline - time.monotonic()))
@@ -187,7 +190,7 @@ class FollowingLink:
 
     def __init__(self, rank: int, address: str, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
-        self._link = _connect(address, min(timeout_s, CONNECT_S))
+        self._link = _connect(address, CONNECT_S)
         self._link.send(rank)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done = False
