@@ -140,7 +140,12 @@ CASES: dict[str, Case] = {
     "heavy-tail-32": Case(
         about="step time log-normal, mean 20 ms, sigma 1", envs=_sleeping(32, LogNormal(0.02)), forward=_DEVICE
     ),
-    "instant-env-16": Case(about="steps take no time, forward 5 ms", envs=_sleeping(16, Constant()), forward=Forward(0.005)),
+    "instant-env-16": Case(
+        about="steps take no time, forward 5 ms",
+        envs=_sleeping(16, Constant()),
+        forward=Forward(0.005),
+        max_wait_s=0.006,  # a forward: long enough for all envs to join the next one
+    ),
     **{f"instant-{num_envs}": _instant(num_envs) for num_envs in (2, 16)},
     "cameras-16": Case(about="two 224 x 224 cameras, step 20 ms", envs=_sleeping(16, Constant(0.02), 2), forward=_DEVICE),
     "no-cameras-16": Case(about="the same without cameras", envs=_sleeping(16, Constant(0.02)), forward=_DEVICE),

@@ -18,11 +18,13 @@ from torchrl.collectors import AsyncBatchedCollector, Collector, MultiAsyncColle
 from torchrl.envs import EnvBase, ParallelEnv
 from torchrl.modules.inference_server import InferenceServerConfig
 
+from benchmarks.bare import BareCollector
 from benchmarks.cases import Case, Form, StatePolicy
 from vla_async.emulation import EmulatedEnvBase
 from vla_async.envs import EnvFactory
 
 NAMES = {
+    "bare": "no engine: envs, device and pipes alone, the limit on this machine",
     "ours": "StreamingCollector",
     "ours-lockstep": "StreamingCollector, async_interaction=False",
     "lockstep": "TorchRL Collector(ParallelEnv)",
@@ -76,6 +78,10 @@ def build(name: str, case: Case, envs: EnvFactory, policy: Any, max_wait_s: floa
     engine, form = name.partition("@")[0], _form(name)
     makers = [functools.partial(make_env, envs, index, form) for index in range(envs.num_envs)]
     frames = case.frames_per_env * envs.num_envs
+    if engine == "bare":
+        if case.forward is None:
+            raise ValueError("the bare engine has no policy; leave it out of cases that are not emulated")
+        return Engine(BareCollector(envs, case.forward, frames), policy, lambda: None, lambda: None)
     if engine.startswith("ours"):
         return _ours(policy, envs if form == "chunked" else makers, frames, max_wait_s, engine == "ours-lockstep")
     acting = copy.deepcopy(policy)  # what acts must not share memory with what learns, or weights tear

@@ -29,7 +29,7 @@ from benchmarks.collectors import NAMES
 from benchmarks.measure import MARK, Job
 from benchmarks.table import print_table
 
-_DEFAULT = "ours,ours@plain,lockstep@plain,multi-async@plain,abc-threads@plain,abc-shm@plain,abc-slots@plain"
+_DEFAULT = "bare,ours,ours@plain,lockstep@plain,multi-async@plain,abc-threads@plain,abc-shm@plain,abc-slots@plain"
 _GRACE_S = 240.0  # for start and stop; TorchRL's take up to a minute each
 
 
