@@ -5,6 +5,7 @@ improves it by reinforcement learning, and evaluates it on the same episodes aga
 
     python examples/demo.py                  # one training seed, as `make demo` does
     python examples/demo.py --seeds 0 1 2    # three
+    python examples/demo.py --compare        # train a second time with the synchronous loop, and compare the wall clocks
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vla_async import AsyncTrainer
 from vla_async.cli import VLACLI
+from vla_async.loops import EvaluationResult
 from vla_async.monitor.report import ResultRow, plot_success, results_table
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "maniskill_pushcube_sft_ppo.yaml"
+SYNCHRONOUS = "--trainer.fit_loop=SyncFitLoop"
 
 
 def run(subcommand: str, recipe: Path, *overrides: str) -> VLACLI:
@@ -28,29 +32,34 @@ def run(subcommand: str, recipe: Path, *overrides: str) -> VLACLI:
     return VLACLI(arguments)
 
 
-def improve(recipe: Path, seed: int) -> tuple[ResultRow, Path]:
-    """Imitate, evaluate, improve, evaluate again; returns the figures and the directory of the fit run."""
+def improve(recipe: Path, seed: int, compare: bool) -> list[ResultRow]:
+    """Imitate, evaluate, improve, evaluate again; returns the figures, also of the synchronous loop if asked."""
     seeded = (f"--trainer.seed={seed}",)
     imitated = run("sft", recipe, *seeded).trainer.run.checkpoints / "last.ckpt"
     before = run("test", recipe, *seeded, f"--ckpt_path={imitated}").result
-    started = time.monotonic()
-    fit = run("fit", recipe, *seeded, f"--trainer.init_from={imitated}").trainer
-    wall_s = time.monotonic() - started
-    after = run("test", recipe, *seeded, f"--ckpt_path={fit.run.checkpoints / 'best.ckpt'}").result
-    row = ResultRow(
-        name=f"{before.tasks[0]}, seed {seed}",
-        baseline=before.success(),
-        after=after.success(),
-        env_steps=fit.state.counters.env_steps,
-        wall_s=wall_s,
-    )
+    rows = []
+    for kind, override in {"": (), ", synchronous": (SYNCHRONOUS,)}.items() if compare else [("", ())]:
+        started = time.monotonic()
+        fit = run("fit", recipe, *seeded, f"--trainer.init_from={imitated}", *override).trainer
+        wall_s = time.monotonic() - started
+        after = run("test", recipe, *seeded, f"--ckpt_path={fit.run.checkpoints / 'best.ckpt'}").result
+        name = f"{before.tasks[0]}, seed {seed}{kind}"
+        rows.append(ResultRow(name, before.success(), after.success(), fit.state.counters.env_steps, wall_s))
+        report(rows[-1], seed, fit, before, after)
+    return rows
+
+
+def report(row: ResultRow, seed: int, fit: AsyncTrainer, before: EvaluationResult, after: EvaluationResult) -> None:
+    """Write the figures and the learning curve into the directory of the fit run."""
     record: dict[str, Any] = {
         "seed": seed,
+        "loop": type(fit.fit_loop).__name__,
         "baseline": vars(row.baseline),
         "after": vars(row.after),
         "after_at_end": vars(after.success("success_at_end")),
         "env_steps": row.env_steps,
-        "wall_s": round(wall_s, 1),
+        "wall_s": round(row.wall_s, 1),
+        "training_s": round(fit.state.counters.elapsed_s, 1),
         "videos": [str(video) for video in [*before.videos, *after.videos]],
     }
     (fit.run.path / "result.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -58,7 +67,6 @@ def improve(recipe: Path, seed: int) -> tuple[ResultRow, Path]:
     plot_success(plot.points, fit.run.path / "success.png", f"{before.tasks[0]}: SFT, then PPO", before.success())
     for name, file in [("learning curve", fit.run.path / "success.png"), *(("video", video) for video in after.videos)]:
         print(f"{name}: {file}")
-    return row, fit.run.path
 
 
 def main() -> None:
@@ -66,11 +74,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="the recipe of all stages")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="training seeds; the test episodes stay the same")
+    parser.add_argument("--compare", action="store_true", help="also train with the synchronous loop, for its wall clock")
     options = parser.parse_args()
     started = time.monotonic()
     collected = run("collect", options.recipe, "--trainer.collect_loop.overwrite=true").result
     print(f"{collected.episodes} demonstrations from {collected.attempts} attempts")
-    rows = [improve(options.recipe, seed)[0] for seed in options.seeds]
+    rows = [row for seed in options.seeds for row in improve(options.recipe, seed, options.compare)]
     print()
     results_table(rows, title="success_once on the same held-out episodes").print()
     print(f"everything together took {(time.monotonic() - started) / 60:.1f} min")

@@ -15,7 +15,7 @@ trainer:
   val_every_n_steps: 1
   collect_loop: {controller: vla_async.envs.controllers.ToyController, num_episodes: 4, directory: demos}
   sft_loop: {directory: demos, max_steps: 5}
-  fit_loop: {class_path: vla_async.loops.SyncFitLoop, init_args: {decisions_per_env: 4}}
+  fit_loop: {class_path: vla_async.loops.StreamingFitLoop, init_args: {decisions_per_env: 4, max_staleness: 2}}
   evaluate_loop: {num_episodes: 4}
 model:
   class_path: vla_async.policies.TinyVLAPolicy
@@ -30,15 +30,18 @@ def test_the_demo_goes_from_demonstrations_to_a_table_of_what_was_gained(tmp_pat
     """If this failed, `make demo` would end in an error after minutes of work."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
-    command = [sys.executable, str(DEMO), "--recipe", str(recipe), "--seeds", "0", "1"]
+    command = [sys.executable, str(DEMO), "--recipe", str(recipe), "--seeds", "0", "1", "--compare"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "4 demonstrations from 4 attempts" in done.stdout
     assert all(f"toy-tracking, seed {seed}" in done.stdout for seed in (0, 1))
+    assert all(f"toy-tracking, seed {seed}, synchronous" in done.stdout for seed in (0, 1))
     results = sorted(tmp_path.glob("runs/demo/*/result.json"))
-    assert len(results) == 2
-    for result in results:
-        record = json.loads(result.read_text())
+    records = [json.loads(result.read_text()) for result in results]
+    assert sorted((record["seed"], record["loop"]) for record in records) == [
+        (seed, loop) for seed in (0, 1) for loop in ("StreamingFitLoop", "SyncFitLoop")
+    ]
+    for result, record in zip(results, records, strict=True):
         assert record["baseline"]["n"] == record["after"]["n"] == 4
         assert record["env_steps"] == 2 * 2 * 4
         assert all((tmp_path / video).stat().st_size > 0 for video in record["videos"])
