@@ -128,7 +128,7 @@ TASKS = {
         objective=lambda correction: PPO(critic_warmup_updates=3, correction=correction),
         model={"hidden": [128, 128], "init_std": 0.3},
         batch={"decisions_per_env": 64, "update_epochs": 4, "mini_batch_size": 64},
-        marks=_marks(16_000, 4),
+        marks=_marks(12_000, 4),
         episodes=50,
         streaming={"envs_per_worker": 2},
         recipe=PUSHCUBE,
