@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,8 @@ class ActingPolicy:
         inputs = self._inputs(zeros, [0])
         given = {_tuple(key) for key in inputs.keys(True, True)}
         # a policy may write over what it reads only under "next": that is how it carries a state of its own
-        outputs = self.forward(inputs)
+        with torch.no_grad():
+            outputs = self.forward(inputs)
         found: dict[Key, Tensor] = {
             _tuple(key): value for key, value in outputs.items(True, True) if isinstance(value, Tensor)
         }
@@ -131,11 +132,9 @@ class ActingPolicy:
         return torch.stack([self._tokens[text] for text in raw])
 
     def forward(self, inputs: TensorDict) -> TensorDictBase:
-        """Let the policy decide; returns what it gave back, with all it wrote."""
-        context: AbstractContextManager[Any] = nullcontext()
-        if self._autocast is not None:
-            context = torch.autocast(self.device.type, dtype=self._autocast)
-        with torch.no_grad(), context:
+        """Let the policy decide; returns what it gave back, with all it wrote. To be called where gradients are off."""
+        context = nullcontext() if self._autocast is None else torch.autocast(self.device.type, dtype=self._autocast)
+        with context:
             outputs = self.policy.act(inputs) if isinstance(self.policy, VLAPolicy) else self.policy(inputs)
         return inputs if outputs is None else outputs
 
