@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torch import Tensor
 from torchrl.data import Unbounded
 
@@ -165,6 +166,18 @@ def test_a_text_is_read_as_it_was_written(text: str) -> None:
     row = torch.full((40,), 255, dtype=torch.uint8)
     write_text(text.replace("\0", ""), row)
     assert read_texts(row[None], (1,)).tolist() == [text.replace("\0", "")]
+
+
+def test_texts_are_changed_one_at_a_time() -> None:
+    """TensorDict changes a text in place: rows with equal texts would all change with one, if they shared it."""
+    rows = torch.zeros(6, 8, dtype=torch.uint8)
+    for row in rows:
+        write_text("push", row)
+    batch = TensorDict({"text": read_texts(rows, (2, 3))}, [2, 3])
+    batch[0, 1] = batch[0, 1].clone().set("text", "pull")
+    batch[1].set_at_("text", "lift", 2)
+    batch.get("text")[1, 0].data = "turn"
+    assert batch.get("text").tolist() == [["push", "pull", "push"], ["turn", "push", "lift"]]
 
 
 def test_too_long_a_text_names_the_setting() -> None:

@@ -19,7 +19,8 @@ from torchrl.objectives.value import GAE
 from torchrl.trainers import ReplayBufferTrainer, Trainer, UpdateWeights
 
 from tests.collectors.rollout_fakes import CounterEnv, Pusher, collecting, episodes, take
-from tests.fakes import tiny
+from tests.fakes import ClockEnvs, tiny
+from vla_async import keys
 from vla_async.envs import ToyEnvs
 
 TOYS = ToyEnvs(num_envs=2, chunk_size=2, obs="rgb+state", image_size=8)
@@ -83,6 +84,18 @@ def test_too_long_a_text_ends_the_run_with_the_setting_to_raise() -> None:
         pytest.raises(RuntimeError, match="max_text_bytes"),
     ):
         take(collector, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_policy_may_write_actions_of_any_precision(dtype: torch.dtype, batched: bool) -> None:
+    """What autocast makes is no float32, and NumPy, by which single rows are stepped, knows no bfloat16."""
+    policy = lambda td: td.set(keys.CHUNK, torch.full((*td.batch_size, 1, 2), 0.3, dtype=dtype))  # noqa: E731
+    with collecting(ClockEnvs(num_envs=1, chunk_size=1, batched=batched), policy, frames_per_batch=4) as collector:
+        batch = take(collector, 1)[0].reshape(-1)
+    assert batch[keys.CHUNK].dtype == dtype
+    sums = batch["next", "observation", "state"][:, 3] - batch[keys.STATE][:, 3]
+    torch.testing.assert_close(sums, batch[keys.CHUNK].float().sum((-1, -2)))
 
 
 def test_without_a_policy_it_acts_at_random_within_the_bounds() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.collectors.rollout_fakes import CounterEnv, Pusher, collecting, take
 from tests.fakes import ClockEnvs, KnownPolicy, tiny
+from vla_async import keys
 from vla_async.collectors import StreamingCollector, fleet
 from vla_async.collectors.pool import WorkerError
 from vla_async.envs import ToyEnvs
@@ -63,6 +65,15 @@ def test_a_policy_that_does_not_write_the_action_is_refused() -> None:
         with pytest.raises(WorkerError, match=r"take the actions \[\('action',\)\], but the policy does not write them"):
             take(collector, 1)
         assert collector.closed
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2, 1), (2,)], ids=str)
+def test_a_chunk_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    """Fewer actions would be repeated, and others left out, without a word."""
+    policy = lambda td: td.set(keys.CHUNK, torch.zeros(*td.batch_size, *shape))  # noqa: E731
+    envs = ClockEnvs(num_envs=1, chunk_size=2)
+    with collecting(envs, policy, frames_per_batch=8) as collector, pytest.raises(WorkerError, match=r"envs take \[2, 2\]"):
+        take(collector, 1)
 
 
 def test_a_policy_that_reads_what_no_env_gives_is_refused() -> None:

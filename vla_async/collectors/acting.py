@@ -41,7 +41,7 @@ class ActingPolicy:
         has_value: whether it writes ``"state_value"``, which then is also asked for at the end of a slot.
 
     Raises:
-        ValueError: if it reads what no env gives, or does not write the actions that the envs take.
+        ValueError: if it reads what no env gives, or does not write the actions that the envs take, in their shape.
     """
 
     def __init__(
@@ -68,6 +68,17 @@ class ActingPolicy:
         if missing:
             made = [leaf.key for leaf in self.writes]
             raise ValueError(f"the envs take the actions {missing}, but the policy does not write them; it writes {made}")
+        self._check_chunk([leaf for leaf in leaves if leaf.key == keys.CHUNK and leaf.role == "decision"])
+
+    def _check_chunk(self, taken: Sequence[Leaf]) -> None:
+        """Refuse chunks of another shape than the envs take: one could be taken for fewer actions, or spread over more."""
+        made = {leaf.key: list(leaf.shape) for leaf in self.writes}
+        for leaf in taken:
+            if made[leaf.key] != list(leaf.shape):
+                raise ValueError(
+                    f"the policy writes {leaf.key} as {made[leaf.key]} for each env, but the envs take {list(leaf.shape)} "
+                    "[chunk size, action dimension]; build the policy for these envs, or set env.chunk_size"
+                )
 
     def _wanted(self, observed: Mapping[Key, Leaf]) -> list[Key]:
         if self.is_vla:

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 from torchrl.envs import EnvBase
 
+from vla_async import keys
 from vla_async.collectors.groups import Grouping
 from vla_async.collectors.orders import EnvsReady, WorkerOrders
 from vla_async.collectors.row_env import EnvBaseRows, FactoryRows, RowEnv
@@ -71,7 +72,7 @@ class EnvWorker:
         self._known_hungry: set[int] = set()  # those of them whose replica knows that they wait for a slot
 
     def _writer(self, env: RowEnv, rows: range) -> SlotWriter:
-        if isinstance(env, SingleRow):
+        if isinstance(env, SingleRow) and self.orders.slab.rows(keys.CHUNK).dtype != torch.bfloat16:  # unknown to NumPy
             return SingleRowWriter(env, self.orders.slab, self.board, rows)
         return SlotWriter(env, self.orders.slab, self.board, rows)
 

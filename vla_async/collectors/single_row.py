@@ -89,7 +89,7 @@ class SingleRow(FactoryRows):
         return self._seen + self._led_to + outcome + self._fixed, done
 
     def step(self, actions: Mapping[Key, Tensor], active: Array | None = None) -> tuple[dict[Key, Array], Array]:
-        out, done = self.step_one(actions[keys.CHUNK][0].numpy())
+        out, done = self.step_one(actions[keys.CHUNK][0].float().numpy())
         rows = [_as_row(value, shape) for value, shape in zip(out, self._shapes, strict=True)]
         return dict(zip(self.order, rows, strict=True)), np.array([done])
 

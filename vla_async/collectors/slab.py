@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
@@ -199,10 +198,22 @@ class Slab:
 
 
 def read_texts(rows: Tensor, shape: Sequence[int]) -> NonTensorStack:
-    """The texts of UTF-8 rows ``[N, bytes]``, as a stack of a batch shape with N elements. Equal texts are one object."""
+    """The texts of UTF-8 rows ``[N, bytes]``, as a stack of a batch shape with N elements."""
     raw = [row.tobytes() for row in rows.numpy()]
     known = {text: NonTensorData(text.rstrip(b"\0").decode(), batch_size=[]) for text in set(raw)}
-    return _stacked([known[text] for text in raw], shape)
+    return _stacked([_another(known[text]) for text in raw], shape)
+
+
+def _another(text: NonTensorData) -> NonTensorData:
+    """One more of the same, at a tenth of what its constructor or ``clone`` takes.
+
+    Rows must not share one: TensorDict changes texts in place, so all rows with an equal text would change with one.
+    """
+    other = object.__new__(NonTensorData)
+    other.__dict__.update(text.__dict__)
+    other.__dict__["_tensordict"] = TensorDict._new_unsafe({}, batch_size=torch.Size([]))
+    other.__dict__["_non_tensordict"] = dict(text._non_tensordict)
+    return other
 
 
 def _stacked(level: list[Any], shape: Sequence[int]) -> NonTensorStack:
