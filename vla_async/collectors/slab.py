@@ -167,7 +167,8 @@ class Slab:
         T = int(lengths.max()) if length is None else length
         here = chosen.unsqueeze(1) * self.layout.rows_per_slot + torch.arange(T)
         following = self.next_rows(chosen)[:, :T]
-        out = TensorDict({"next": TensorDict({}, [len(slots), T])}, [len(slots), T])
+        names = [None, "time"]
+        out = TensorDict({"next": TensorDict({}, [len(slots), T], names=names)}, [len(slots), T], names=names)
         for leaf in self.layout.leaves:
             if leaf.is_text and not texts:
                 continue
@@ -183,13 +184,12 @@ class Slab:
                 out.set(key[1:], torch.zeros_like(out.get(key)))  # an episode that has ended is never decided on
         if bool((lengths < T).any()):
             out.set(MASK, torch.arange(T) < lengths.unsqueeze(1))
-        out.names = [None, "time"]  # at the end: with names, every text would be copied as it is put in
         return out
 
     def _take(self, leaf: Leaf, rows: Tensor) -> Any:
         flat = torch.index_select(self.rows(leaf.key), 0, rows.flatten())
         if leaf.is_text:
-            return read_texts(flat, rows.shape)
+            return read_texts(flat, rows.shape, names=(None, "time"))  # without the names, it would be copied to get them
         return flat.view(*rows.shape, *leaf.shape)
 
     def oldest_version(self, slot: int) -> int:
@@ -197,11 +197,11 @@ class Slab:
         return int(self.rows((keys.POLICY_VERSION,))[slot * self.layout.rows_per_slot])
 
 
-def read_texts(rows: Tensor, shape: Sequence[int]) -> NonTensorStack:
-    """The texts of UTF-8 rows ``[N, bytes]``, as a stack of a batch shape with N elements."""
+def read_texts(rows: Tensor, shape: Sequence[int], names: Sequence[str | None] | None = None) -> NonTensorStack:
+    """The texts of UTF-8 rows ``[N, bytes]``, as a stack of a batch shape with N elements, its dimensions named."""
     raw = [row.tobytes() for row in rows.numpy()]
     known = {text: NonTensorData(text.rstrip(b"\0").decode(), batch_size=[]) for text in set(raw)}
-    return _stacked([_another(known[text]) for text in raw], shape)
+    return _stacked([_another(known[text]) for text in raw], shape, names or [None] * len(shape))
 
 
 def _another(text: NonTensorData) -> NonTensorData:
@@ -216,13 +216,15 @@ def _another(text: NonTensorData) -> NonTensorData:
     return other
 
 
-def _stacked(level: list[Any], shape: Sequence[int]) -> NonTensorStack:
+def _stacked(level: list[Any], shape: Sequence[int], names: Sequence[str | None]) -> NonTensorStack:
     """Stacks of stacks, made without looking at each element again, which takes longer than reading all the tensors."""
     size = len(level) // shape[0] if shape[0] else 0
-    parts = level if len(shape) == 1 else [_stacked(level[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
+    parts = level
+    if len(shape) > 1:
+        parts = [_stacked(level[i * size : (i + 1) * size], shape[1:], names[1:]) for i in range(shape[0])]
     if not parts:
         return NonTensorStack.from_list([])
-    stack: NonTensorStack = NonTensorStack._new_lazy_unsafe(*parts, stack_dim=0)
+    stack: NonTensorStack = NonTensorStack._new_lazy_unsafe(*parts, stack_dim=0, stack_dim_name=names[0])
     return stack
 
 
