@@ -44,7 +44,15 @@ ARGUMENTS = {
     "wrong type in a nested class": (["--model.objective.gamma=x"], "model.objective.gamma=x must be a number"),
     "fraction for a count": (["--env.num_envs=1.5"], "env.num_envs=1.5 must be a whole number"),
     "null for a number": (["--env.num_envs=null"], "env.num_envs=null must be a whole number"),
-    "null for a choice": (["--env.obs=null"], "env.obs=null must be Literal['state', 'rgb', 'rgb+state']"),
+    "null for a choice": (["--env.obs=null"], "env.obs=null must be state, rgb or rgb+state"),
+    "null for a named choice": (
+        ["--env.on_success=null"],
+        "env.on_success=null must be terminate, finish_chunk or continue",
+    ),
+    "null for a loop's choice": (
+        ["--trainer.fit_loop=StreamingFitLoop", "--trainer.fit_loop.selection=null"],
+        "trainer.fit_loop.selection=null must be oldest, freshest or balanced_tasks",
+    ),
     "unknown choice": (["--env.obs=rgbd"], "env.obs=rgbd must be state, rgb or rgb+state; did you mean rgb?"),
     "camera where there is none": (["--model.use_images=true"], "the envs have no camera; choose an env.obs with rgb"),
     "nothing to look at": (["--env.obs=rgb", "--model.use_images=false"], "nothing to see: the envs give no state"),

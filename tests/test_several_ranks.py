@@ -147,6 +147,7 @@ def test_ranks_share_out_the_batches_of_imitation(tmp_path: Path) -> None:
         ({"num_ranks": 2}, r"trainer.strategy='auto' is one device, but trainer.num_ranks=2; set trainer.strategy"),
         ({"strategy": "size_weighted_ddp"}, r"'size_weighted_ddp' is for several ranks, but trainer.num_ranks=1; raise it"),
         ({"rank_timeout_s": 0.0}, r"trainer.rank_timeout_s=0.0 must be positive"),
+        ({"rank_timeout_s": float("inf")}, r"trainer.rank_timeout_s=inf must be positive and finite"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:

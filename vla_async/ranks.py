@@ -6,6 +6,7 @@ train on what it deals to them, and end with the run.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -62,8 +63,8 @@ class RankSettings:
             raise ValueError(f"trainer.strategy={self.strategy!r}: choose auto, size_weighted_ddp or size_weighted_fsdp")
         if self.num_ranks < 1:
             raise ValueError(f"trainer.num_ranks={self.num_ranks} must be at least 1")
-        if not self.timeout_s > 0:
-            raise ValueError(f"trainer.rank_timeout_s={self.timeout_s} must be positive")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"trainer.rank_timeout_s={self.timeout_s} must be positive and finite")
         if self.several and self.strategy == "auto":
             raise ValueError(
                 f"trainer.strategy='auto' is one device, but trainer.num_ranks={self.num_ranks}; set trainer.strategy to "

@@ -6,10 +6,11 @@ import difflib
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -110,8 +111,17 @@ def check_nulls(key: str, section: Any) -> None:
     for name, value in vars(section.init_args).items():
         kind = str(parameters[name].annotation) if name in parameters else "Any"
         if value is None and not any(word in kind for word in ("None", "Optional", "Any", "empty")):
-            raise ConfigError(f"{key}.{name}=null must be {_KINDS.get(kind, kind)}")
+            choices = _choices_of(kind, _imported(section.class_path))
+            raise ConfigError(f"{key}.{name}=null must be {_listed(choices) if choices else _KINDS.get(kind, kind)}")
         check_nulls(f"{key}.{name}", value)
+
+
+def _choices_of(kind: str, owner: type) -> list[str]:
+    """The choices of an annotation that is a Literal, or the name of one where a class, or one it derives from, stands."""
+    if "Literal[" in kind:
+        return re.findall(r"'([^']+)'", kind)
+    meant = (getattr(sys.modules[base.__module__], kind, None) for base in owner.__mro__)
+    return next(([str(choice) for choice in get_args(alias)] for alias in meant if get_origin(alias) is Literal), [])
 
 
 @dataclass

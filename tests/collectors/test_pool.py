@@ -169,6 +169,13 @@ def test_a_killed_worker_is_noticed_at_once(tmp_path: Path) -> None:
     assert not any(map(is_running, others))
 
 
+def test_an_endless_timeout_is_legal() -> None:
+    """The kernel takes no infinite wait as a number."""
+    with EnvPool(ClockEnvs(), timeout_s=float("inf")) as pool:
+        pool.reset(torch.ones(2, dtype=torch.bool), torch.arange(2))
+        assert pool.rows.active.all()
+
+
 def test_a_worker_killed_between_commands_is_noticed() -> None:
     """The next command must not wait for an answer that cannot come."""
     with EnvPool(ClockEnvs(), timeout_s=250.0) as pool:

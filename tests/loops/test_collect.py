@@ -154,6 +154,7 @@ def test_the_settings_of_the_envs_are_noted(tmp_path: Path) -> None:
         ({"num_episodes": 0}, "collect_loop.num_episodes=0 must be at least 1"),
         ({"num_episodes": 5, "max_attempts": 4}, "collect_loop.max_attempts=4 cannot give collect_loop.num_episodes=5"),
         ({"env_timeout_s": 0.0}, "collect_loop.env_timeout_s=0.0 must be positive"),
+        ({"env_timeout_s": float("nan")}, "collect_loop.env_timeout_s=nan must be positive"),
     ],
 )
 def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:

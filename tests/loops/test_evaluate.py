@@ -232,6 +232,7 @@ def test_metrics_of_one_task_are_not_repeated_by_name() -> None:
         ({"num_envs": 0}, "evaluate_loop.num_envs=0 must be at least 1, or null"),
         ({"num_videos": -1}, "evaluate_loop.num_videos=-1 must not be negative"),
         ({"timeout_s": 0.0}, "evaluate_loop.timeout_s=0.0 must be positive"),
+        ({"timeout_s": float("nan")}, "evaluate_loop.timeout_s=nan must be positive"),
         ({"on_success": "stop"}, "evaluate_loop.on_success='stop': choose"),
     ],
 )

@@ -302,6 +302,7 @@ def test_every_decision_is_consumed_once_per_epoch_in_a_new_order(tmp_path: Path
         ),
         ({"max_grad_norm": 0.0}, "fit_loop.max_grad_norm=0.0 must be positive, or null"),
         ({"env_timeout_s": -1.0}, "fit_loop.env_timeout_s=-1.0 must be positive"),
+        ({"env_timeout_s": float("nan")}, "fit_loop.env_timeout_s=nan must be positive"),
     ],
 )
 def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vla_async.envs.controllers import ScriptedController
 
 T = TypeVar("T")
+LONGEST_WAIT_S = 3600.0  # at once; the kernel takes no longer ones, and whoever has waited so long can wait again
 
 _CAUSES = {
     int(signal.SIGKILL): ", as the kernel does when memory runs out",
@@ -182,8 +183,9 @@ class EnvPool:
         received: dict[int, T] = {}
         deadline = time.monotonic() + self.timeout_s
         while waiting:
-            answered = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not answered:
+            left = min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT_S)
+            answered = multiprocessing.connection.wait(list(waiting), left)
+            if not answered and time.monotonic() >= deadline:
                 names = ", ".join(self._links[position].name for position in waiting.values())
                 setting = "fit_loop.env_timeout_s, evaluate_loop.timeout_s or collect_loop.env_timeout_s"
                 fix = f"if the env is that slow, raise {setting}, whichever was at work"

@@ -8,13 +8,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from vla_async.collectors.pool import WorkerError, how_it_ended
+from vla_async.collectors.pool import LONGEST_WAIT_S, WorkerError, how_it_ended
 from vla_async.collectors.wires import clock
 from vla_async.collectors.worker import Reply
 
 T = TypeVar("T")
 
-LONGEST_WAIT_S = 3600.0  # at once; the kernel takes no longer ones, and whoever has waited so long can wait again
 
 
 @dataclass

@@ -12,8 +12,8 @@ from multiprocessing import connection
 from typing import Any
 
 from vla_async.collectors.board import Board
-from vla_async.collectors.pool import WorkerError, how_it_ended
-from vla_async.collectors.processes import LONGEST_WAIT_S, Member
+from vla_async.collectors.pool import LONGEST_WAIT_S, WorkerError, how_it_ended
+from vla_async.collectors.processes import Member
 from vla_async.collectors.wires import clock
 from vla_async.collectors.worker import Reply
 

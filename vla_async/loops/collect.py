@@ -73,7 +73,7 @@ class CollectLoop:
             raise ValueError(
                 f"collect_loop.max_attempts={max_attempts} cannot give collect_loop.num_episodes={num_episodes} successes"
             )
-        if env_timeout_s <= 0:
+        if not env_timeout_s > 0:
             raise ValueError(f"collect_loop.env_timeout_s={env_timeout_s} must be positive")
         self.controller, self.num_episodes, self.overwrite = controller, num_episodes, overwrite
         self.max_attempts = 4 * num_episodes if max_attempts is None else max_attempts

@@ -114,7 +114,7 @@ class EvaluateLoop:
             raise ValueError(f"evaluate_loop.on_success={on_success!r}: choose terminate, finish_chunk, continue or null")
         if num_videos < 0:
             raise ValueError(f"evaluate_loop.num_videos={num_videos} must not be negative")
-        if timeout_s <= 0:
+        if not timeout_s > 0:
             raise ValueError(f"evaluate_loop.timeout_s={timeout_s} must be positive")
         check_evaluation_device(device, beside_training)
         self.beside_training, self.device = beside_training, torch.device(device or "cpu")

@@ -74,7 +74,7 @@ class SyncFitLoop(Loop):
             )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"fit_loop.max_grad_norm={max_grad_norm} must be positive, or null for no clipping")
-        if env_timeout_s <= 0:
+        if not env_timeout_s > 0:
             raise ValueError(f"fit_loop.env_timeout_s={env_timeout_s} must be positive")
         self.decisions_per_env, self.update_epochs = decisions_per_env, update_epochs
         self.mini_batch_size, self.micro_batch_size = mini_batch_size, micro_batch_size
