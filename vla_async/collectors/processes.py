@@ -15,7 +15,6 @@ from vla_async.collectors.worker import Reply
 T = TypeVar("T")
 
 
-
 @dataclass
 class Member:
     """A process of the rollout.
