@@ -63,7 +63,7 @@ ARGUMENTS = {
     "unknown loop": (["--trainer.fit_loop=SincFitLoop"], "did you mean SyncFitLoop?\n  choices: "),
     "the choices of loops": (["--trainer.fit_loop=SincFitLoop"], "StreamingFitLoop, SyncFitLoop (or the class_path"),
     "unknown callback": (["--trainer.callbacks+=Checkpoints"], "did you mean Checkpoint?\n  choices: "),
-    "the choices of callbacks": (["--trainer.callbacks+=Checkpoints"], "SuccessPlot (or the class_path of your own)"),
+    "the choices of callbacks": (["--trainer.callbacks+=Checkpoints"], "StalenessAlert, "),
     "ambiguous logger": (["--trainer.loggers+=CSVLogger"], "lightning.fabric.loggers.CSVLogger, lightning.pytorch.loggers"),
     "number out of range": (["--env.num_envs=0"], "env.num_envs=0 must be at least 1"),
     "number out of range, nested": (["--model.objective.clip_low=2"], "objective.clip_low=2.0 must be between 0 and 1"),

@@ -76,9 +76,9 @@ class SingleRow(FactoryRows):
         if self._H == 1:
             rewards = total = rewards[0]
         else:
-            total = float(np.array(rewards, np.float32).sum())  # rounded as for many rows
             missing = self._H - steps
             rewards, executed = rewards + [0.0] * missing, [True] * steps + [False] * missing
+            total = float(np.array(rewards, np.float32).sum())  # rounded as for many rows, so with the zeros
         self._episode_return += total
         self._episode_length += steps
         observation, terminated, truncated = result.observation, result.terminated, result.truncated
