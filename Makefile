@@ -6,7 +6,7 @@ VENV_PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train a policy in ManiSkill: imitation first, then reinforcement learning (about 6 minutes)"
+	@echo "make demo    train a policy in ManiSkill: imitation first, then reinforcement learning (about 5 minutes)"
 	@echo "make test    run the tests"
 	@echo "make setup   only set up .venv and the simulators' system libraries"
 	@echo "make lint    ruff, its formatter's check, and mypy"

@@ -60,8 +60,9 @@ def few_steps(recipe: str, episodes: int, *more: str) -> tuple[VLACLI, VLACLI]:
     sft = run("sft", recipe, "--trainer.sft_loop.max_steps=2", "--trainer.sft_loop.batch_size=8", *few)
     before = torch.load(sft.trainer.run.checkpoints / "last.ckpt", weights_only=True)["state_dict"]
     short = ("--trainer.max_steps=1", "--trainer.val_every_n_steps=0", "--trainer.fit_loop.decisions_per_env=4")
-    small = ("--trainer.fit_loop.mini_batch_size=4", f"--trainer.init_from={sft.trainer.run.checkpoints / 'last.ckpt'}")
-    fit = run("fit", recipe, *short, *small, "--model.objective.critic_warmup_updates=0", *few)
+    small = ("--trainer.fit_loop.mini_batch_size=4", "--trainer.fit_loop.micro_batch_size=4")
+    start = f"--trainer.init_from={sft.trainer.run.checkpoints / 'last.ckpt'}"
+    fit = run("fit", recipe, *short, *small, start, "--model.objective.critic_warmup_updates=0", *few)
     after = torch.load(fit.trainer.run.checkpoints / "last.ckpt", weights_only=True)["state_dict"]
     assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("actor"))
     tested = run("test", recipe, f"--ckpt_path={fit.trainer.run.checkpoints / 'last.ckpt'}", *few)
