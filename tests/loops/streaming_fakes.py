@@ -25,9 +25,12 @@ class HeldSimulator(ClockSimulator):
     factory: HeldEnvs
 
     def step(self, action: Tensor, rows: Tensor) -> SimStep:
-        while self.index == self.factory.held_env and self._steps + 1 == self.factory.held_step:
-            if not Path(self.factory.gate).exists():
-                break
+        factory, gate, reached = self.factory, Path(self.factory.gate), Path(f"{self.factory.gate}-reached")
+        if self.index == factory.held_env and self._steps + 1 == factory.held_step:
+            reached.touch()
+            while gate.exists():
+                time.sleep(0.005)
+        while factory.together and gate.exists() and self.index != factory.held_env and not reached.exists():
             time.sleep(0.005)
         step = super().step(action, rows)
         if self.factory.lucky:
@@ -44,12 +47,14 @@ class HeldEnvs(ClockEnvs):
         gate: while this file exists, an env waits.
         held_env: which one; -1 for none.
         held_step: at which of its env steps.
+        together: the other envs begin when it waits, so that it has not begun later than they, however slow the machine.
     """
 
     lucky: bool = False
     gate: str = ""
     held_env: int = -1
     held_step: int = 1
+    together: bool = False
 
     def make_simulator(self, index: int, render: bool = False) -> ClockSimulator:
         return HeldSimulator(self, index, self.num_envs if self.batched else 1)

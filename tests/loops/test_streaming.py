@@ -185,7 +185,7 @@ def straggle(root: Path, how: str) -> tuple[SpyPPO, dict[int, dict[str, float]]]
     gate.touch()
     objective = SpyPPO(normalize_advantages=False, gamma=0.9, gae_lambda=0.8)
     opens = OpensWhenDue(gate, 2, cut=how != "wait")
-    envs = HeldEnvs(gate=str(gate), held_env=1, held_step=5, max_episode_steps=12)
+    envs = HeldEnvs(gate=str(gate), held_env=1, held_step=5, together=True, max_episode_steps=12)
     settings: dict[str, Any] = {"max_staleness": 2, "fragments_per_update": 1, "decisions_per_env": 5, "straggler": how}
     _, steps = fit(root, known(objective), envs, opens, max_steps=5, **settings)
     opens.thread.join()
