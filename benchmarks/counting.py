@@ -40,7 +40,7 @@ class CountingSimulator(Simulator):
 
     def step(self, action: Tensor, rows: Tensor) -> SimStep:
         result = self.inner.step(action, rows)
-        for row, takes_part in enumerate(rows.tolist() if self.num_rows > 1 else [True]):
+        for row, takes_part in enumerate(rows.tolist()):
             self._counts[row] += takes_part
         return result
 

@@ -39,6 +39,11 @@ def training_device(accelerator: Literal["cpu", "cuda"], index: int) -> torch.de
     return torch.device("cuda", index) if accelerator == "cuda" else torch.device("cpu")
 
 
+def autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """The element type of matrix products where a policy acts in another process; None for that of its weights."""
+    return torch.bfloat16 if precision == "bf16-mixed" else None
+
+
 @contextmanager
 def torch_threads(number: int | None, env: EnvFactory, num_ranks: int = 1) -> Iterator[None]:
     """Let torch compute with so many threads inside the block; None for those that the env workers leave, at least one.

@@ -87,7 +87,7 @@ class LeadingLinks:
 
     def _accept(self) -> None:
         accepted, _ = self._socket.accept()
-        pid, user, _ = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, user = _peer(accepted)
         if user != os.getuid():
             accepted.close()
             return
@@ -264,10 +264,16 @@ def _connect(address: str, timeout_s: float) -> Connection:
                 raise RankError(f"rank 0 was not there within {timeout_s:g} s: {error}") from None
             time.sleep(0.05)
             continue
-        _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        _, user = _peer(end)
         if user != os.getuid():
             raise RankError(f"what listens in the place of rank 0 belongs to the user {user}")
         return Connection(end.detach())
+
+
+def _peer(end: socket.socket) -> tuple[int, int]:
+    """The process at the other end of a local socket, and its user."""
+    pid, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
 
 
 def _text(error: BaseException) -> str:

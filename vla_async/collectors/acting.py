@@ -68,17 +68,17 @@ class ActingPolicy:
         if missing:
             made = [leaf.key for leaf in self.writes]
             raise ValueError(f"the envs take the actions {missing}, but the policy does not write them; it writes {made}")
-        self._check_chunk([leaf for leaf in leaves if leaf.key == keys.CHUNK and leaf.role == "decision"])
+        self._check_chunk({leaf.key: leaf.shape for leaf in leaves if leaf.role == "decision"})
 
-    def _check_chunk(self, taken: Sequence[Leaf]) -> None:
+    def _check_chunk(self, taken: Mapping[Key, tuple[int, ...]]) -> None:
         """Refuse chunks of another shape than the envs take: one could be taken for fewer actions, or spread over more."""
-        made = {leaf.key: list(leaf.shape) for leaf in self.writes}
-        for leaf in taken:
-            if made[leaf.key] != list(leaf.shape):
-                raise ValueError(
-                    f"the policy writes {leaf.key} as {made[leaf.key]} for each env, but the envs take {list(leaf.shape)} "
-                    "[chunk size, action dimension]; build the policy for these envs, or set env.chunk_size"
-                )
+        made = {leaf.key: leaf.shape for leaf in self.writes}
+        if keys.CHUNK in taken and made[keys.CHUNK] != taken[keys.CHUNK]:
+            raise ValueError(
+                f"the policy writes {keys.CHUNK} as {list(made[keys.CHUNK])} for each env, but the envs take "
+                f"{list(taken[keys.CHUNK])} [chunk size, action dimension]; build the policy for these envs, or set "
+                "env.chunk_size"
+            )
 
     def _wanted(self, observed: Mapping[Key, Leaf]) -> list[Key]:
         if self.is_vla:

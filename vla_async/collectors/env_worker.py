@@ -20,12 +20,10 @@ from vla_async.collectors.orders import EnvsReady, WorkerOrders
 from vla_async.collectors.row_env import EnvBaseRows, FactoryRows, RowEnv
 from vla_async.collectors.single_row import SingleRow, SingleRowWriter
 from vla_async.collectors.slot_writer import SlotWriter
-from vla_async.collectors.wires import ADMITTED, STOPPED, Ask, Wires, clock
+from vla_async.collectors.wires import ADMITTED, DECIDE, STOPPED, Ask, Wires, clock
 from vla_async.collectors.worker import Reporting, leave_signals_to_parent
 from vla_async.envs.base import EnvFactory
 from vla_async.shared_memory import numbers
-
-_DECIDE = int(Ask.DECIDE)  # by far the most frequent
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ class EnvWorker:
         self._absent.discard(place)
         self._known_hungry.discard(place)
         self.writers[place].ask()
-        self._ask(place, _DECIDE, self._addresses[place][1])
+        self._ask(place, DECIDE, self._addresses[place][1])
 
     def _ask(self, place: int, what: int, *ids: int) -> None:
         # at once, or the replica would answer the first alone

@@ -132,9 +132,7 @@ class Fleet:
         self._send_orders()
         self._supervisor = self._make_supervisor()
         self._control.check = self._supervisor.check
-        groups = None if grouping is None else GroupLedger(grouping, self.slab, self.board, self._wake)
-        wires = self._wires
-        self.queue = TrajectoryQueue(self.slab, self.board, wires.finished, wires.free, self._supervisor.check, groups)
+        self.queue = self._make_queue(grouping, self._supervisor)
         self._supervisor.start()
         if self.publisher is not None:
             self.publisher.confirm()
@@ -167,6 +165,11 @@ class Fleet:
         if not isinstance(policy, nn.Module) or not any(True for _ in [*policy.parameters(), *policy.buffers()]):
             return None
         return WeightPublisher(policy, len(self._replicas), version, self._control.announce, self._control.acks)
+
+    def _make_queue(self, grouping: Grouping | None, supervisor: Supervisor) -> TrajectoryQueue:
+        groups = None if grouping is None else GroupLedger(grouping, self.slab, self.board, self._wake)
+        finished, free = self._wires.finished, self._wires.free
+        return TrajectoryQueue(self.slab, self.board, finished, free, supervisor.check, groups)
 
     def _most_rows(self, replica: int) -> int:
         rows = sum(len(env.rows) for env in self.envs if env.replica == replica)

@@ -183,14 +183,13 @@ class EnvPool:
         received: dict[int, T] = {}
         deadline = time.monotonic() + self.timeout_s
         while waiting:
-            left = min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT_S)
-            answered = multiprocessing.connection.wait(list(waiting), left)
-            if not answered and time.monotonic() >= deadline:
+            answered = first_answers(list(waiting), deadline)
+            if not answered:
                 names = ", ".join(self._links[position].name for position in waiting.values())
                 setting = "fit_loop.env_timeout_s, evaluate_loop.timeout_s or collect_loop.env_timeout_s"
                 fix = f"if the env is that slow, raise {setting}, whichever was at work"
                 raise WorkerError(f"no answer within {self.timeout_s:g} s from {names}; {fix}")
-            for connection in cast(list[Connection], answered):
+            for connection in answered:
                 position = waiting.pop(connection)
                 link = self._links[position]
                 try:
@@ -217,6 +216,15 @@ class EnvPool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(grace_s=0.5 if error is not None else 2.0)
+
+
+def first_answers(links: Sequence[Connection], deadline: float) -> list[Connection]:
+    """Wait for links that have something to say; none of them if ``deadline`` (``time.monotonic``) comes first."""
+    while True:
+        left = deadline - time.monotonic()
+        answered = multiprocessing.connection.wait(links, min(max(0.0, left), LONGEST_WAIT_S))
+        if answered or left <= 0.0:
+            return cast(list[Connection], answered)
 
 
 def how_it_ended(process: BaseProcess, starting: bool = False) -> str:

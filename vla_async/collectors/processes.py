@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from vla_async.collectors.pool import LONGEST_WAIT_S, WorkerError, how_it_ended
+from vla_async.collectors.pool import WorkerError, first_answers, how_it_ended
 from vla_async.collectors.wires import clock
 from vla_async.collectors.worker import Reply
 
@@ -55,8 +55,8 @@ def gather(kind: type[T], members: Sequence[Member], timeout_s: float) -> list[T
     received: dict[int, T] = {}
     deadline = clock() + timeout_s
     while waiting:
-        answered: list[Any] = wait(list(waiting), min(max(0.0, deadline - clock()), LONGEST_WAIT_S))
-        if not answered and clock() >= deadline:
+        answered = first_answers(list(waiting), deadline)
+        if not answered:
             names = ", ".join(members[number].name for number in waiting.values())
             raise WorkerError(f"no answer within start_timeout_s={timeout_s:g} s from {names}")
         for link in answered:

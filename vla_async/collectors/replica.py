@@ -19,11 +19,9 @@ from vla_async.collectors.complaint import Complaint
 from vla_async.collectors.orders import ReplicaOrders, ReplicaSettings
 from vla_async.collectors.slab import TRAJ_IDS, Key, Leaf
 from vla_async.collectors.slot_writer import numpy_rows
-from vla_async.collectors.wires import PAUSED, Ask, EnvAddress, Wires, clock
+from vla_async.collectors.wires import DECIDE, PAUSED, Ask, EnvAddress, Wires, clock
 from vla_async.shared_memory import numbers
 from vla_async.weights.publisher import WeightReceiver
-
-_DECIDE = int(Ask.DECIDE)  # by far the most frequent
 
 
 @dataclass(slots=True)
@@ -119,7 +117,7 @@ class InferenceReplica:
 
     def _hear(self, what: int, generation: int, id: int, sent: float) -> bool:
         """Take in a record; False if it says to stop."""
-        if what == _DECIDE and generation == self._generations[id]:
+        if what == DECIDE and generation == self._generations[id]:
             if self.settings.lockstep:
                 self._set_absent(id, False)
             address = self._envs[id]

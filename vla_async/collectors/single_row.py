@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vla_async import keys
@@ -14,7 +13,7 @@ from vla_async.collectors.board import Board
 from vla_async.collectors.groups import Grouping
 from vla_async.collectors.row_env import GROUP, LENGTH, RETURN, SEED, TASK, Array, FactoryRows
 from vla_async.collectors.slab import Key, Slab
-from vla_async.collectors.slot_writer import SlotWriter
+from vla_async.collectors.slot_writer import SlotWriter, numpy_rows
 from vla_async.envs.chunk_row import ChunkRow
 from vla_async.envs.chunked import ChunkedEnv
 from vla_async.shared_memory import numbers
@@ -55,7 +54,7 @@ class SingleRow(FactoryRows):
         self._row.begin()
         self._episode_return, self._episode_length = 0.0, 0
         self._led_to: list[Any] = []
-        self._seen = [_row(self.env.observed[name]) for name in self._names]
+        self._seen = [numpy_rows(self.env.observed[name])[0] for name in self._names]
         self._fixed = [self._instructions[0], self._tasks[0], int(self._seeds[0])]
         self._fixed += [int(group[0, 0]) for group in self._groups.values()]
 
@@ -82,7 +81,7 @@ class SingleRow(FactoryRows):
         self._episode_return += total
         self._episode_length += steps
         observation, terminated, truncated = result.observation, result.terminated, result.truncated
-        self._seen = [_row(observation[name]) for name in self._names]
+        self._seen = [numpy_rows(observation[name])[0] for name in self._names]
         self._led_to = [result.success, result.success_once, executed, rewards]
         done = terminated or truncated
         outcome = [total, done, terminated, truncated, self._episode_return, self._episode_length]
@@ -154,11 +153,6 @@ class SingleRowWriter(SlotWriter):
             self._lengths[slot] = step
             return [0]
         return []
-
-
-def _row(value: Tensor) -> Array:
-    array: Array = (value.view(torch.int16) if value.dtype == torch.bfloat16 else value).numpy()[0]
-    return array
 
 
 def _as_row(value: Any, shape: tuple[int, ...]) -> Array:

@@ -35,6 +35,7 @@ class Ask(IntEnum):
     ABSENT = 7  # the env ``id`` has no episode to play, so lockstep must not wait for it
 
 
+DECIDE = int(Ask.DECIDE)  # by far the most frequent; as a plain number, for a member of an enum is found by slow code
 ASK_RECORD = "<hhid"  # Ask, generation of the worker, id, clock when it was sent
 ANSWER_RECORD = "<hhi"  # generation of the worker, env within the worker, rows answered; 0 lets it start the env
 SLOT_RECORD = "<i"

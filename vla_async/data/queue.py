@@ -133,11 +133,15 @@ class TrajectoryQueue(TrajectoryCounts):
             if max_staleness is not None and straggler != "wait" and len(self._ready) >= count:
                 self._end_stragglers(version, max_staleness, straggler)
             self._wait()
-        for bundle in taken:
-            self._ready.remove(bundle)
         if selection == "balanced_tasks":
             self._turns.took([self._task_of(bundle) for bundle in taken])
-        slots = [slot for bundle in taken for slot in bundle]
+        return self._hold(taken)
+
+    def _hold(self, bundles: Sequence[Bundle]) -> list[int]:
+        """Hand out what is ready."""
+        for bundle in bundles:
+            self._ready.remove(bundle)
+        slots = [slot for bundle in bundles for slot in bundle]
         self._held.update(slots)
         self.board.state[slots] = SlotState.HELD
         return slots

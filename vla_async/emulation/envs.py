@@ -67,7 +67,7 @@ class EmulatedSimulator(Simulator):
 
     def step(self, action: Tensor, rows: Tensor) -> SimStep:
         deadline = time.perf_counter() + self.factory.step_time.draw(self._generator)
-        for row, takes_part in enumerate(rows.tolist() if self.num_rows > 1 else [True]):
+        for row, takes_part in enumerate(rows.tolist()):
             self._elapsed[row] += takes_part
         self._show()
         sleep_until(deadline)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from vla_async.collectors.shards import check_counts
 from vla_async.emulation.durations import Duration
 
 
@@ -46,12 +47,8 @@ def ideal_rate(
         ValueError: for a number that is out of its range.
     """
     bmax = num_envs if max_batch_size is None else max_batch_size
-    for name, value, least in (("num_envs", num_envs, 1), ("max_batch_size", bmax, 1), ("chunk_size", chunk_size, 1)):
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
-    for name, cost in {"flat_s": flat_s, "per_row_s": per_row_s}.items():
-        if not (math.isfinite(cost) and cost >= 0.0):
-            raise ValueError(f"{name}={cost} must be 0 or a positive number of seconds")
+    check_counts(num_envs=num_envs, max_batch_size=bmax, chunk_size=chunk_size)
+    _check_costs(flat_s=flat_s, per_row_s=per_row_s)
     if not (math.isfinite(seconds) and seconds > 0.0):
         raise ValueError(f"seconds={seconds} must be positive")
     if step_time.mean == flat_s == per_row_s == 0.0:
@@ -64,6 +61,12 @@ def ideal_rate(
 
     decisions, elapsed = simulate(num_envs, chunk_time, flat_s, per_row_s, bmax, seconds)
     return decisions * chunk_size / elapsed
+
+
+def _check_costs(**costs: float) -> None:
+    for name, cost in costs.items():
+        if not (math.isfinite(cost) and cost >= 0.0):
+            raise ValueError(f"{name}={cost} must be 0 or a positive number of seconds")
 
 
 def _streaming(

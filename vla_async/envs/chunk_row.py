@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vla_async.envs.chunked import ChunkedEnv
+from vla_async.envs.chunked import ChunkedEnv, check_actions
 
 
 @dataclass(slots=True)
@@ -70,8 +70,7 @@ class ChunkRow:
             ValueError: if an action is not finite; names the first one.
         """
         if not all(map(math.isfinite, chunk.ravel().tolist())):
-            where = np.argwhere(~np.isfinite(chunk))[0].tolist()
-            raise ValueError(f"action {chunk[tuple(where)]} at [row, step, element] {[0, *where]} is not finite")
+            check_actions(torch.from_numpy(chunk)[None])
         np.maximum(chunk, self._low, out=self._clipped)
         np.minimum(self._clipped, self._high, out=self._clipped)
         env, rewards = self.env, list[float]()

@@ -37,6 +37,17 @@ class _Now:
     observation: dict[str, Tensor] = field(default_factory=dict)
 
 
+def check_actions(chunk: Tensor) -> None:
+    """Refuse actions ``[N, H, A]`` that are not finite.
+
+    Raises:
+        ValueError: names the first one.
+    """
+    if not math.isfinite(chunk.sum().item()) and not torch.isfinite(chunk).all():  # the sum alone can overflow
+        where = torch.nonzero(~torch.isfinite(chunk))[0].tolist()
+        raise ValueError(f"action {chunk[tuple(where)].item()} at [row, step, element] {where} is not finite")
+
+
 class ChunkedEnv(EnvBase):
     """Runs chunks of actions on a simulator, and keeps what happened at each env step.
 
@@ -121,9 +132,7 @@ class ChunkedEnv(EnvBase):
         Raises:
             ValueError: if an action is not finite; names the first one.
         """
-        if not math.isfinite(chunk.sum().item()) and not torch.isfinite(chunk).all():  # the sum alone can overflow
-            where = torch.nonzero(~torch.isfinite(chunk))[0].tolist()
-            raise ValueError(f"action {chunk[tuple(where)].item()} at [row, step, element] {where} is not finite")
+        check_actions(chunk)
         active = torch.ones_like(self._now.success) if rows is None else rows.clone()
         rewards: list[Tensor] = []
         executed: list[Tensor] = []
@@ -154,16 +163,8 @@ class ChunkedEnv(EnvBase):
         if self.on_success == "finish_chunk":
             won = steps.any(-1) & self._now.success_once
             terminated, truncated = terminated | won, truncated & ~won
-        return ChunkStep(
-            self._now.observation,
-            step_rewards,
-            steps,
-            self._now.success,
-            self._now.success_once,
-            terminated,
-            truncated,
-            frames,
-        )
+        flags = self._now.success, self._now.success_once, terminated, truncated
+        return ChunkStep(self._now.observation, step_rewards, steps, *flags, frames)
 
     def _side_by_side(self, columns: list[Tensor], dtype: torch.dtype) -> Tensor:
         """What the executed env steps gave, ``[N]`` each, as ``[N, H]`` with zeros behind."""

@@ -24,9 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from vla_async import keys
 from vla_async.collectors.fleet import Fleet
-from vla_async.data.staleness import stamp_staleness
 from vla_async.links import RankError
-from vla_async.loops.rollouts import Rollouts, read_trajectories
+from vla_async.loops.rollouts import Rollouts, read_dealt
 from vla_async.loops.slots import SlotPlan
 from vla_async.weights.publisher import named_tensors
 
@@ -126,9 +125,8 @@ class DealtRollouts(Rollouts):
         return list(together.values())
 
     def _read(self, slots: list[int]) -> TensorDictBase:
-        trajectories = read_trajectories(self.fleet.slab, slots, grouped=self.plan.grouping is not None)
-        stamp_staleness(trajectories, self.version)
-        return trajectories.to(self.device, non_blocking=True)
+        grouped = self.plan.grouping is not None
+        return read_dealt(self.fleet.slab, slots, self.device, grouped=grouped, version=self.version)
 
     def _weights(self) -> Any:
         return named_tensors(self._policy) if isinstance(self._policy, FSDPModule) else None

@@ -22,6 +22,7 @@ from vla_async.collectors.pool import WorkerError, how_it_ended, worker_context
 from vla_async.collectors.processes import end_members, start_member
 from vla_async.collectors.worker import Reply, Reporting, leave_signals_to_parent
 from vla_async.envs.base import EnvFactory
+from vla_async.fabric import autocast_dtype
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
 from vla_async.policies.base import VLAPolicy
 from vla_async.rng import fold
@@ -61,7 +62,7 @@ class EvaluationProcess:
             pickled=cloudpickle.dumps((portable(trainer.policy), loop)),
             factory=env,
             videos=trainer.run.videos,
-            autocast=torch.bfloat16 if trainer.precision == "bf16-mixed" else None,
+            autocast=autocast_dtype(trainer.precision),
             seed=trainer.seed,
             weights=self.weights,
             progress=self.progress,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from tensordict import TensorDictBase
 
 from vla_async.collectors.slab import Slab
-from vla_async.data.staleness import stamp_staleness
-from vla_async.loops.rollouts import read_trajectories
+from vla_async.loops.rollouts import read_dealt
 from vla_async.rng import fold
 
 if TYPE_CHECKING:
@@ -63,9 +62,7 @@ class ReceivedRollouts:
             if what == "dealt":
                 self.decisions = given
                 return
-            trajectories = read_trajectories(self._slab, given, grouped=self._grouped)
-            stamp_staleness(trajectories, self.version)
-            yield trajectories.to(self.device, non_blocking=True)
+            yield read_dealt(self._slab, given, self.device, grouped=self._grouped, version=self.version)
 
     def collect(self) -> TensorDictBase | None:
         """The trajectories of this rank, ordered by env; None if there are none."""

@@ -253,6 +253,13 @@ def completed(state: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     return {name: now[name] for name in ("counts", "max_staleness", "waiting")} | {"queue": queue}
 
 
+def read_dealt(slab: Slab, slots: list[int], device: torch.device, *, grouped: bool, version: int) -> TensorDictBase:
+    """The trajectories of some slots as a rank trains on them, stamped with their staleness at ``version``."""
+    trajectories = read_trajectories(slab, slots, grouped=grouped)
+    stamp_staleness(trajectories, version)
+    return trajectories.to(device, non_blocking=True)
+
+
 def read_trajectories(slab: Slab, slots: list[int], *, grouped: bool) -> TensorDictBase:
     """Copy slots out of a slab: TensorDict ``[N, T]`` as objectives want it, on the CPU."""
     trajectories = slab.read(slots, texts=False)

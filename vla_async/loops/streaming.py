@@ -28,6 +28,7 @@ from vla_async.data.queue import Straggler
 from vla_async.data.selection import SELECTIONS, Selection
 from vla_async.data.streamer import Streamer, valid_decisions
 from vla_async.envs.base import EnvSpec
+from vla_async.fabric import autocast_dtype
 from vla_async.loops.dealt import DealtRollouts
 from vla_async.loops.following import ReceivedRollouts, follow
 from vla_async.loops.rollouts import Rollouts, completed
@@ -122,11 +123,9 @@ class StreamingFitLoop(SyncFitLoop):
         self.fragments_per_update, self.train_async, self.streamer = fragments_per_update, train_async, streamer
         self.async_interaction, self.straggler, self.placement = async_interaction, straggler, placement or Placement()
         self.max_staleness, self.selection = max_staleness if train_async else 0, selection
-        self.in_flight, self._final = in_flight, dict[str, Any]()
-        self.envs_per_worker, self.num_stages = envs_per_worker, num_stages
-        self._settings: dict[str, Any] = {"max_batch_size": max_batch_size, "max_wait_s": max_wait_s}
-        self._settings |= {"async_interaction": async_interaction}
-        self._settings |= {"max_restarts": max_restarts, "env_timeout_s": env_timeout_s}
+        self.in_flight, self.envs_per_worker, self.num_stages = in_flight, envs_per_worker, num_stages
+        batching = {"max_batch_size": max_batch_size, "max_wait_s": max_wait_s, "async_interaction": async_interaction}
+        self._settings: dict[str, Any] = {**batching, "max_restarts": max_restarts, "env_timeout_s": env_timeout_s}
         FleetSettings(**self._settings)  # refuses what cannot work
         self._fleet: Fleet | None = None
         self._rollouts: Rollouts | None = None
@@ -164,10 +163,10 @@ class StreamingFitLoop(SyncFitLoop):
         if trainer.ranks.link is not None:
             spec: EnvSpec = trainer.ranks.link.receive("spec")[1]
             return spec
-        self._final = {}
+        self._final: dict[str, Any] = {}  # what a checkpoint still wants of rollouts that have been closed
         self.shuffle_by(fold(trainer.seed, "shuffle"))
         devices = self.placement.replicas(trainer.ranks.settings.devices)
-        autocast = torch.bfloat16 if trainer.precision == "bf16-mixed" else None
+        autocast = autocast_dtype(trainer.precision)
         settings = FleetSettings(policy_devices=devices, seed=trainer.seed, autocast=autocast, **self._settings)
         grouping = self._plan(trainer).grouping
         shards, _ = make_shards(trainer.env, self.envs_per_worker, self.num_stages, grouping)
