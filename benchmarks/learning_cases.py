@@ -127,9 +127,9 @@ TASKS = {
         ),
         objective=lambda correction: PPO(critic_warmup_updates=3, correction=correction),
         model={"hidden": [128, 128], "init_std": 0.3},
-        batch={"decisions_per_env": 64, "update_epochs": 4, "mini_batch_size": 64},
-        marks=_marks(12_000, 4),
-        episodes=50,
+        batch={"decisions_per_env": 64, "update_epochs": 8, "micro_batch_size": 64},
+        marks=_marks(20_000, 4),
+        episodes=100,
         streaming={"envs_per_worker": 2},
         recipe=PUSHCUBE,
     ),
@@ -146,7 +146,11 @@ TASKS = {
 
 
 def sweep(
-    tasks: Sequence[str], seeds: Sequence[int], etas: Sequence[int], corrections: Sequence[Correction]
+    tasks: Sequence[str],
+    seeds: Sequence[int],
+    etas: Sequence[int],
+    corrections: Sequence[Correction],
+    pace: Pace = "full_age",
 ) -> list[Setting]:
     """All runs, one seed after the other, so that every setting has its first seeds first.
 
@@ -155,11 +159,6 @@ def sweep(
     settings = []
     for task in tasks:
         for seed in seeds:
-            settings.append(Setting(task, 0, "none", seed))
-            settings += [Setting(task, eta, correction, seed) for eta in etas for correction in corrections]
+            settings.append(Setting(task, 0, "none", seed, pace))
+            settings += [Setting(task, eta, correction, seed, pace) for eta in etas for correction in corrections]
     return settings
-
-
-def wall_clock(tasks: Sequence[str], seeds: Sequence[int]) -> list[Setting]:
-    """The runs whose seconds count: the synchronous loop and the asynchronous one with η = 1, in turns."""
-    return [Setting(task, eta, "none", seed, "free") for task in tasks for seed in seeds for eta in (0, 1)]

@@ -214,8 +214,7 @@ def draw(about: str, found: Sequence[Curve], path: Path, by: str = "env steps") 
         for curve in found[1:]:
             if curve.correction == correction:
                 _draw_curve(axes, across(curve), curve, _COLOURS.get(curve.eta, "#7a4fa3"))
-        said = about if by == "seconds" else f"{about}, correction: {correction}"
-        axes.set(title=said, xlabel=by, ylim=(-0.02, 1.02))
+        axes.set(title=f"{about}, correction: {correction}", xlabel=by, ylim=(-0.02, 1.02))
         axes.title.set_fontsize(10)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -8,8 +8,8 @@ correction for the age of the data, on the same seeds. All data of an asynchrono
 ``full_age.py``). Success is that of held-out episodes, from copies of the policy at fixed env steps.
 
 Each run is a process of its own, and is added to the JSON file when it has ended; what is there already is not run again.
-``--wall-clock`` instead runs the two loops by turns, one at a time, as users have them, and compares seconds; run that on a
-machine that does nothing else. ``--report-only`` makes the tables and figures of what is there.
+``--wall-clock`` instead runs the same settings by turns, one at a time, on whatever data comes, as users have it, and compares
+seconds; run that on a machine that does nothing else. ``--report-only`` makes the tables and figures of what is there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning_cases import TASKS, Setting, sweep, wall_clock
+from benchmarks.learning_cases import TASKS, Setting, sweep
 from benchmarks.learning_report import curves, draw, learning_table, verdicts, wall_clock_table
 
 CORRECTIONS = ("none", "truncated_is", "decoupled")
@@ -148,10 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--report-only", action="store_true", help="run nothing")
     args = parser.parse_args(argv)
     results = Results(args.json)
-    if args.wall_clock:
-        settings = wall_clock(args.tasks, args.seeds)
-    else:
-        settings = sweep(args.tasks, args.seeds, args.etas, args.corrections)
+    settings = sweep(args.tasks, args.seeds, args.etas, args.corrections, "free" if args.wall_clock else "full_age")
     failures = [] if args.report_only else run_all(settings, results, args.work_dir, 1 if args.wall_clock else args.jobs)
     for name in args.tasks:
         show(name, results.records, args.figure_dir, markdown=args.markdown)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import learning_report, learning_run, sample_efficiency
-from benchmarks.learning_cases import TASKS, Setting, sweep, wall_clock
+from benchmarks.learning_cases import TASKS, Setting, sweep
 
 
 def record(seed: int, rates: list[float], eta: int = 0, correction: str = "none", pace: str = "full_age") -> dict[str, Any]:
@@ -101,7 +101,8 @@ def test_all_settings_have_their_first_seed_before_any_has_its_second() -> None:
         "η = 2",
         "η = 2, decoupled",
     ]
-    assert [setting.eta for setting in wall_clock(["toy_ppo"], [0, 1])] == [0, 1, 0, 1]
+    timed = sweep(["toy_ppo"], [0, 1], [1], ["decoupled"], "free")
+    assert [(setting.eta, setting.pace) for setting in timed] == [(0, "free"), (1, "free")] * 2
 
 
 @pytest.mark.parametrize("name", TASKS)
