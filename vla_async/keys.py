@@ -14,6 +14,11 @@ INSTRUCTION_TOKENS = "instruction_tokens"  # int64 [L], what policy.tokenize mad
 
 CHUNK = ("vla_action", "chunk")  # float32 [H, A]
 TOKENS = ("vla_action", "tokens")  # int64 [H, A], token policies only
+# what a flow-matching policy keeps to recompute a log-prob; H' >= H and A' >= A are the model's own, K its denoising steps
+FLOW_STEP = ("vla_action", "step_index")  # int64 [1], the denoising step that was stochastic, from 0; Flow-SDE only
+FLOW_X_T = ("vla_action", "x_t")  # float32 [H', A'], the noisy chunk that this step started from; Flow-SDE only
+FLOW_X_NEXT = ("vla_action", "x_next")  # float32 [H, A], what the step made of the executed part of x_t; Flow-SDE only
+FLOW_PATH = ("vla_action", "path")  # float32 [K + 1, H', A'], every visited x_t, noise first; Flow-Noise only
 ACTION_IS_PAD = "action_is_pad"  # bool [H], true where a demonstration has ended
 LOG_PROB = "action_log_prob"  # float32 [H, A], of every action element; an objective sums it to its own level
 PROXIMAL_LOG_PROB = "proximal_log_prob"  # float32 [H, A], of the trainer's policy at the start of the update

@@ -16,6 +16,7 @@ from vla_async.objectives.base import Objective, StepOutput
 from vla_async.policies.base import VLAPolicy
 from vla_async.policies.encoders import ObservationEncoder, hash_words, mlp
 from vla_async.policies.heads import ActionHead, GaussianHead, TokenHead
+from vla_async.policies.optimizers import actor_critic_adamw
 
 _MIN_STATE_STD = 1e-2  # an element that never moved in the demonstrations must not explode when it does
 
@@ -208,17 +209,7 @@ class TinyVLAPolicy(VLAPolicy):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW, with the actor and the critic in groups of their own and weight decay on matrices only."""
-        options = self.hparams
-        actor_lr = options["lr"]
-        critic_lr = actor_lr if options["critic_lr"] is None else options["critic_lr"]
-        groups: list[dict[str, Any]] = []
-        for part, lr in (("actor", actor_lr), ("critic", critic_lr)):
-            named = [(name, p) for name, p in self.named_parameters() if name.startswith("critic") == (part == "critic")]
-            for decayed, decay in ((True, options["weight_decay"]), (False, 0.0)):
-                params = [(name, p) for name, p in named if (p.ndim > 1) == decayed]
-                if params:
-                    groups.append({"params": params, "lr": lr, "weight_decay": decay})
-        return torch.optim.AdamW(groups, lr=actor_lr, betas=tuple(options["betas"]))
+        return actor_critic_adamw(self, "critic", self.hparams)
 
 
 def _check(options: Mapping[str, Any]) -> None:
