@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-EXTRAS=maniskill,libero,dev,docs
+EXTRAS=maniskill,libero,vla,dev,docs
 STATE=.venv/vla-async-setup # "incomplete" while .venv is being made, then the fingerprint of what it was made from
 
 fail() {
