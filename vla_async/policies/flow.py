@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +16,13 @@ from vla_async import keys
 from vla_async.envs.base import EnvSpec
 from vla_async.objectives.base import Objective, StepOutput
 from vla_async.policies.base import VLAPolicy
-from vla_async.policies.encoders import mlp
 from vla_async.policies.flow_exploration import Exploration, Field, FlowNoise, FlowODE, FlowSDE, FlowShape
+from vla_async.policies.flow_options import ModelShape, check_fit, check_options
 from vla_async.policies.flow_sampling import Draws, interpolate
+from vla_async.policies.flow_value import ValueHead, masked_mean
 from vla_async.policies.optimizers import actor_critic_adamw
+
+__all__ = ["FlowMatchingPolicy", "ModelShape", "Prefix"]
 
 FlowNoiseKind = Literal["flow_sde", "flow_noise", "ode"]
 FlowValue = Literal["prefix", "suffix"]
@@ -40,23 +42,6 @@ class Prefix:
     features: Tensor
     mask: Tensor
     cache: Any = None
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a model, by :meth:`FlowMatchingPolicy.build_model`.
-
-    Attributes:
-        horizon: H', the actions that it makes; the first H of them are executed.
-        action_dim: A', the dimensions of each; the first A are the env's.
-        prefix_dim: D of ``Prefix.features``.
-        suffix_dim: D of the suffix features; None if :meth:`FlowMatchingPolicy.velocity_and_features` gives none.
-    """
-
-    horizon: int
-    action_dim: int
-    prefix_dim: int
-    suffix_dim: int | None = None
 
 
 class FlowMatchingPolicy(VLAPolicy):
@@ -108,7 +93,7 @@ class FlowMatchingPolicy(VLAPolicy):
         weight_decay: float = 0.0,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "objective", "__class__")}
-        _check(arguments, objective)
+        check_options(arguments, objective)
         super().__init__(objective)
         # named explicitly: under LightningCLI the default would store the parser's view of them, objective included
         lists = {name: list(arguments[name]) for name in ("noise_std", "noise_hidden", "value_hidden", "betas")}
@@ -176,7 +161,7 @@ class FlowMatchingPolicy(VLAPolicy):
                 raise ValueError(f"the policy was built for {self.env_spec}, so it cannot serve {spec}; make a new one")
             return
         options, shape = self.hparams, self.build_model(spec)
-        _check_fit(shape, spec, options["value"])
+        check_fit(shape, spec, options["value"])
         self.flow_shape = FlowShape(shape.horizon, shape.action_dim, spec.chunk_size, spec.action_dim, options["num_steps"])
         if options["noise"] == "flow_sde":
             self.exploration = FlowSDE(self.flow_shape, options["noise_level"])
@@ -215,9 +200,7 @@ class FlowMatchingPolicy(VLAPolicy):
         if self.hparams["value"] == "suffix":
             assert suffix is not None
             return {keys.VALUE: self.value_head(suffix)}
-        valid = prefix.mask.unsqueeze(-1)
-        total = torch.where(valid, prefix.features.float(), 0.0).sum(1)
-        return {keys.VALUE: self.value_head(total / valid.sum(1).clamp(min=1))}
+        return {keys.VALUE: self.value_head(masked_mean(prefix.features, prefix.mask))}
 
     @torch.no_grad()
     def act(self, td: TensorDictBase) -> TensorDictBase:
@@ -226,17 +209,17 @@ class FlowMatchingPolicy(VLAPolicy):
         Beside the chunk, its log-prob and the value, it writes what :meth:`evaluate` needs (``keys.FLOW_...``). Under
         ``ExplorationType.DETERMINISTIC`` the chunk is the ODE's, from the noise of its request key.
         """
-        prefix, request_keys = self._prefix(td), td.get(keys.REQUEST_KEY, None)
-        draws = Draws(len(td), prefix.features.device, None if request_keys is None else request_keys.squeeze(-1))
+        rows = td.reshape(-1)
+        prefix, request_keys = self._prefix(rows), rows.get(keys.REQUEST_KEY, None)
+        draws = Draws(len(rows), prefix.features.device, None if request_keys is None else request_keys.squeeze(-1))
         explore = exploration_type() in (None, ExplorationType.RANDOM)
         sampled = self.exploration.sample(self._field(prefix), draws, explore)
-        result = (
-            sampled.stored | {keys.CHUNK: self.unnormalize_actions(sampled.chunk)} | self._value(prefix, sampled.features)
-        )
+        made = sampled.stored | self._value(prefix, sampled.features)
+        made[keys.CHUNK] = self.unnormalize_actions(sampled.chunk)
         if sampled.log_prob is not None:
-            result[keys.LOG_PROB] = sampled.log_prob
-        for key, value in result.items():
-            td.set(key, value)
+            made[keys.LOG_PROB] = sampled.log_prob
+        for key, value in made.items():
+            td.set(key, value.reshape(*td.batch_size, *value.shape[1:]))
         return td
 
     def evaluate(self, td: TensorDictBase) -> TensorDictBase:
@@ -245,10 +228,11 @@ class FlowMatchingPolicy(VLAPolicy):
         Raises:
             RuntimeError: with ``noise="ode"``, which has no log-prob.
         """
-        prefix = self._prefix(td)
-        again = self.exploration.recompute(self._field(prefix), td)
-        result = {keys.LOG_PROB: again.log_prob, keys.ENTROPY: again.entropy} | self._value(prefix, again.features)
-        return TensorDict(result, batch_size=td.batch_size)
+        rows = td.reshape(-1)
+        prefix = self._prefix(rows)
+        again = self.exploration.recompute(self._field(prefix), rows)
+        made = {keys.LOG_PROB: again.log_prob, keys.ENTROPY: again.entropy} | self._value(prefix, again.features)
+        return TensorDict(made, batch_size=rows.batch_size).reshape(td.batch_size)
 
     def imitation_step(self, batch: TensorDictBase) -> StepOutput:
         """The flow-matching loss: the squared error of the velocity at random times and noise, padding left out.
@@ -272,64 +256,3 @@ class FlowMatchingPolicy(VLAPolicy):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW of what is not frozen, with the model and the critic in groups of their own."""
         return actor_critic_adamw(self, "value_head.", self.hparams)
-
-
-class ValueHead(nn.Module):
-    """A value from a mean of features, in float32 whatever the model computes in.
-
-    Args:
-        dim: length of the features.
-        hidden: widths of the hidden layers.
-        detach: whether the features are only read.
-    """
-
-    def __init__(self, dim: int, hidden: Sequence[int], detach: bool) -> None:
-        super().__init__()
-        self.detach = detach
-        # hidden states of large models are too large for a tanh
-        self.norm = nn.LayerNorm(dim)
-        self.layers = mlp([dim, *hidden, 1], output_gain=1.0)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """``[B, dim]`` to float32 ``[B, 1]``."""
-        features = features.detach() if self.detach else features
-        with torch.autocast(features.device.type, enabled=False):
-            value: Tensor = self.layers(self.norm(features.to(self.norm.weight.dtype)))
-        return value.float()
-
-
-def _check(options: Mapping[str, Any], objective: Objective | None) -> None:
-    """Refuse values that cannot work: the error names the field, the value and the fix."""
-
-    def check(name: str, valid: bool, fix: str) -> None:
-        if not valid:
-            raise ValueError(f"model.{name}={options[name]!r} {fix}")
-
-    check("num_steps", options["num_steps"] >= 1, "must be at least 1")
-    check("noise", options["noise"] in ("flow_sde", "flow_noise", "ode"), "is unknown: choose flow_sde, flow_noise or ode")
-    explores = options["noise"] != "ode" or objective is None
-    check("noise", explores, "has no log-prob for model.objective to train with; choose flow_sde or flow_noise")
-    check("noise_level", 0.0 < options["noise_level"] < math.inf, "must be positive")
-    limits = options["noise_std"]
-    in_order = len(limits) == 2 and 0.0 < limits[0] < limits[1] < math.inf
-    check("noise_std", in_order, "must be two positive limits, the lower one first, for example [0.08, 0.16]")
-    check("value", options["value"] in ("prefix", "suffix", None), "is unknown: choose prefix, suffix or null")
-    for name in ("noise_hidden", "value_hidden"):
-        check(name, all(width >= 1 for width in options[name]), "must be positive widths, for example [128, 64]")
-    for name in ("lr", "critic_lr"):
-        check(name, options[name] is None or 0.0 <= options[name] < math.inf, "must not be negative")
-    in_range = len(options["betas"]) == 2 and all(0.0 <= beta < 1.0 for beta in options["betas"])
-    check("betas", in_range, "must be two numbers in [0, 1)")
-    check("weight_decay", 0.0 <= options["weight_decay"] < math.inf, "must not be negative")
-
-
-def _check_fit(shape: ModelShape, spec: EnvSpec, value: FlowValue | None) -> None:
-    """Refuse envs whose chunks the model cannot make."""
-    if spec.chunk_size > shape.horizon:
-        raise ValueError(
-            f"env.chunk_size={spec.chunk_size} is longer than the {shape.horizon} actions that the model makes; shorten it"
-        )
-    if spec.action_dim > shape.action_dim:
-        raise ValueError(f"the envs take {spec.action_dim} action dimensions, but the model makes {shape.action_dim}")
-    if value == "suffix" and shape.suffix_dim is None:
-        raise ValueError("model.value='suffix', but the model gives no suffix features; choose prefix or null")
