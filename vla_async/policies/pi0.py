@@ -1,0 +1,76 @@
+"""``Pi0Policy``: π0 (arXiv 2410.24164) on transformers' PI0."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from vla_async import keys
+from vla_async.policies.flow import Prefix
+from vla_async.policies.paligemma import PrefixCache, run_suffix
+from vla_async.policies.paligemma_policy import PaliGemmaPolicy
+from vla_async.policies.paligemma_release import RELEASE_KEYS
+from vla_async.policies.processing import pad_last
+from vla_async.policies.tokenizer import HashingTokenizer, PretrainedTokenizer, PromptTokenizer
+
+KEY_MAP = [
+    *RELEASE_KEYS,
+    (r"^vlm\.", "model.vlm."),
+    (r"^expert\.", "model.dit."),
+    (r"^model\.dit\.embed_tokens\..*", ""),  # in transformers' own layout
+    (r"^(state_proj|action_in_proj|action_time_mlp_in|action_time_mlp_out)\.", r"embed_action_time.\1."),
+]
+"""From the names of ``lerobot/pi0_base``, openpi's and transformers' own to those of ``PI0ForConditionalGeneration``."""
+
+
+class Pi0Policy(PaliGemmaPolicy):
+    """π0: the suffix is a token of the state, then the noisy actions, each mixed with the flow's time."""
+
+    prompt_length = 48
+    state_mode = "mean_std"
+    key_map = KEY_MAP
+
+    def make_model(self, config: Any) -> nn.Module:
+        """A ``PI0ForConditionalGeneration`` without the expert's word embeddings, which nothing reads."""
+        from transformers import PI0ForConditionalGeneration
+
+        config.dit_config.vocab_size = 1  # the whole vocabulary would be a quarter of a billion numbers, made to be dropped
+        model = PI0ForConditionalGeneration(config)
+        model.model.dit.embed_tokens = None
+        config.dit_config.vocab_size = config.vlm_config.text_config.vocab_size
+        return cast(nn.Module, model)
+
+    @property
+    def vlm(self) -> Any:
+        return self.model.model.vlm  # type: ignore[union-attr]
+
+    @property
+    def expert(self) -> nn.Module:
+        return cast(nn.Module, self.model.model.dit)  # type: ignore[union-attr]
+
+    def make_prompt(self, tokenizer: HashingTokenizer | PretrainedTokenizer, max_tokens: int) -> PromptTokenizer:
+        """The instruction and a line break, whose token the releases append on its own."""
+        return PromptTokenizer(tokenizer, max_tokens, "{instruction}", suffix=tokenizer("\n"))
+
+    def tokenize(self, instruction: str) -> Tensor:
+        """The prompt, int64 ``[max_tokens]``."""
+        return self.prompt.tokenize(instruction)
+
+    def prefix(self, td: TensorDictBase) -> Prefix:
+        """Read cameras and prompt; the state waits for the suffix."""
+        state = self.state_normalizer.normalize(td[keys.STATE])
+        return self.read_prefix(td, td[keys.INSTRUCTION_TOKENS], pad_last(state, self.config.max_state_dim, "the state"))
+
+    def velocity_and_features(self, prefix: Prefix, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """The velocity ``[B, H', A']``, and the expert's hidden states of the actions ``[B, H', D]``."""
+        cache: PrefixCache = prefix.cache
+        model: Any = self.model
+        embeddings = model.embed_action_time(cache.state, x_t, t).to(prefix.features.dtype)
+        blocks = torch.ones(embeddings.shape[1], dtype=torch.int64, device=x_t.device)
+        blocks[0] = 0  # the state sees no action
+        hidden = run_suffix(self.expert, embeddings, blocks, cache, self.hparams["gradient_checkpointing"])[:, 1:]
+        velocity: Tensor = model.action_out_proj(hidden.to(model.action_out_proj.weight.dtype))
+        return velocity, hidden
