@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -77,12 +78,14 @@ def run(task: LearningTask, setting: Setting, directory: Path, init_from: str | 
         callbacks=[marks],
     )
     trainer.fit(policy, env)
+    # a process takes seconds to start, and no more of them than cores work at a time; episodes do not depend on it
+    held_out = env if env.is_batched else dataclasses.replace(env, num_envs=min(env.num_envs, os.cpu_count() or 1))
     # an episode that has succeeded once needs no more steps
     evaluate = EvaluateLoop(num_episodes=task.episodes, on_success="terminate", num_videos=0, timeout_s=TIMEOUT_S)
     try:
         points = []
         for where, kept in marks.kept:
-            successes = evaluate.run(kept, env, "validate").success().successes
+            successes = evaluate.run(kept, held_out, "validate").success().successes
             points.append({**where, "successes": successes, "episodes": task.episodes})
     finally:
         evaluate.close()
