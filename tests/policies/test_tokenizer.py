@@ -15,7 +15,8 @@ from vla_async.policies.tokenizer import (
     encode_text,
 )
 
-WORDS = "<pad> <bos> <eos> <unk> pick up the cup , : ; task state action 7 128".split() + ["\n"]
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
+WORDS = [*SPECIAL, "pick", "up", "the", "cup", "\n", ",", ":", ";", "task", "state", "action", "7", "128"]
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ class Cameras:
         missing = []
         for slot in self.slots:
             camera = self.mapping.get(slot, slot)
-            if camera not in self.available:
+            if camera is None or camera not in self.available:
                 missing.append(f"{slot!r} (camera {camera!r})")
             elif self.available[camera][0] != 3:
                 raise ValueError(f"cameras: {camera!r} has {self.available[camera][0]} channels, but {slot!r} needs 3 (RGB)")
@@ -149,6 +149,18 @@ class Cameras:
             )
         if len(missing) == len(self.slots):
             raise ValueError(f"cameras: none of the model's slots {list(self.slots)} has a camera; the envs have {names}")
+
+    @classmethod
+    def of(cls, available: Mapping[str, tuple[int, int, int]], names: Sequence[str] | None = None) -> Cameras:
+        """A slot for each of the named cameras, for models that take any; by default all there are, ``image`` first.
+
+        Raises:
+            ValueError: as the class does, and if there is no camera at all.
+        """
+        seen = sorted(available, key=lambda name: (name != "image", name)) if names is None else list(names)
+        if not seen:
+            raise ValueError("cameras: the envs have none, but the model needs images; choose an env.obs with rgb")
+        return cls(tuple(seen), available)
 
     @property
     def sources(self) -> tuple[str | None, ...]:

@@ -151,14 +151,14 @@ class Statistics:
     def measure(cls, values: Tensor, mode: NormalizationMode) -> Self:
         """The statistics of demonstrated values ``[N, D]``."""
         values = values.to(torch.float64)
-        measured: dict[str, Tensor] = {}
+        measured: dict[str, Any] = {}
         if mode == "mean_std":
             measured = {"mean": values.mean(0), "std": values.std(0, correction=0)}
         elif mode == "min_max":
             measured = {"min": values.amin(0), "max": values.amax(0)}
         elif mode == "quantiles":
             measured = {name: torch.quantile(values, level, dim=0) for name, level in (("q01", 0.01), ("q99", 0.99))}
-        return cls(mode=mode, **{name: value.tolist() for name, value in measured.items()})
+        return cls.from_dict({name: value.tolist() for name, value in measured.items()}, mode)
 
 
 class StateStatistics(Statistics):

@@ -96,7 +96,8 @@ def _load(source: str) -> Any:
     path = Path(source)
     try:
         if path.is_file():
-            return PreTrainedTokenizerFast(tokenizer_file=source, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+            special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+            return PreTrainedTokenizerFast(tokenizer_file=source, **special)  # type: ignore[no-untyped-call]
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         where = "on this machine" if path.exists() else "on this machine or the hub"
