@@ -141,7 +141,7 @@ class OpenVLAOFTPolicy(VLAPolicy):
         if options["freeze"] == "vision":
             network.vision.requires_grad_(False)
         if options["gradient_checkpointing"]:
-            network.language.activation_checkpointing_enable()  # type: ignore[no-untyped-call]
+            network.language.activation_checkpointing_enable()
         self.network = network
         if options["value"]:
             self.value_head = ValueHead(network.dim, options["value_hidden"], options["detach_value"])

@@ -97,7 +97,7 @@ def _load(source: str) -> Any:
     try:
         if path.is_file():
             special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
-            return PreTrainedTokenizerFast(tokenizer_file=source, **special)  # type: ignore[no-untyped-call]
+            return PreTrainedTokenizerFast(tokenizer_file=source, **special)
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         where = "on this machine" if path.exists() else "on this machine or the hub"
