@@ -20,15 +20,13 @@ SPEC = EnvSpec(
 
 
 def tiny_pi0_config() -> dict[str, Any]:
-    """Overrides of ``PI0Config`` for a model of some ten thousand parameters."""
-    shared = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    """Sizes of a π0 or π0.5 of some ten thousand parameters."""
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     return {
-        "vlm_config": {
-            "text_config": {"hidden_size": 24, "intermediate_size": 32, "vocab_size": 300} | shared,
-            "vision_config": vision | {"image_size": 28, "patch_size": 14},
-        },
-        "dit_config": {"hidden_size": 16, "intermediate_size": 24} | shared,
+        "vision": vision | {"image_size": 28, "patch_size": 14},
+        "text": heads | {"hidden_size": 24, "intermediate_size": 32, "vocab_size": 300},
+        "expert": heads | {"hidden_size": 16, "intermediate_size": 24},
         "chunk_size": 5,
         "max_state_dim": 8,
         "max_action_dim": 6,

@@ -10,14 +10,14 @@ drop it where gradients are checkpointed, while training needs the same prefix m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+
+from vla_async.policies.recompute import call
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one layer, each ``[B, heads, N, head_dim]``."""
@@ -59,13 +59,6 @@ def _run_layer(
     return hidden, *memory.made
 
 
-def _call(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
-    """Call a function; with ``recompute``, keep none of its activations and compute them again for the gradient."""
-    if recompute and torch.is_grad_enabled():
-        return checkpoint(function, *arguments, use_reentrant=False)
-    return function(*arguments)
-
-
 def run_gemma(
     gemma: Any,
     hidden: Tensor,
@@ -93,7 +86,7 @@ def run_gemma(
     made = []
     for index, layer in enumerate(gemma.layers):
         before = None if past is None else past[index]
-        hidden, keys, values = _call(_run_layer, layer, hidden, mask, rotary, before, more, recompute=recompute)
+        hidden, keys, values = call(_run_layer, layer, hidden, mask, rotary, before, more, recompute=recompute)
         made.append((keys, values))
     return gemma.norm(hidden, **more), made
 
@@ -109,7 +102,7 @@ def embed_images(vlm: Any, pixels: Tensor, recompute: bool = False) -> Tensor:
     tower = vlm.vision_tower
     hidden = tower.embeddings(pixels)
     for layer in tower.encoder.layers:
-        hidden = _call(layer, hidden, None, recompute=recompute)
+        hidden = call(layer, hidden, None, recompute=recompute)
     tokens: Tensor = vlm.multi_modal_projector(tower.post_layernorm(hidden))
     return tokens
 

@@ -13,8 +13,8 @@ from vla_async.policies.flow import Prefix
 from vla_async.policies.paligemma import PrefixCache, run_suffix
 from vla_async.policies.paligemma_policy import PaliGemmaPolicy
 from vla_async.policies.paligemma_release import RELEASE_KEYS
-from vla_async.policies.processing import pad_last
-from vla_async.policies.tokenizer import HashingTokenizer, PretrainedTokenizer, PromptTokenizer
+from vla_async.policies.released import Tokenizer
+from vla_async.policies.tokenizer import PromptTokenizer
 
 KEY_MAP = [
     *RELEASE_KEYS,
@@ -31,7 +31,7 @@ class Pi0Policy(PaliGemmaPolicy):
 
     prompt_length = 48
     state_mode = "mean_std"
-    key_map = KEY_MAP
+    release_keys = KEY_MAP
 
     def make_model(self, config: Any) -> nn.Module:
         """A ``PI0ForConditionalGeneration`` without the expert's word embeddings, which nothing reads."""
@@ -45,29 +45,24 @@ class Pi0Policy(PaliGemmaPolicy):
 
     @property
     def vlm(self) -> Any:
-        return self.model.model.vlm  # type: ignore[union-attr]
+        return cast(Any, self.network).model.vlm
 
     @property
     def expert(self) -> nn.Module:
-        return cast(nn.Module, self.model.model.dit)  # type: ignore[union-attr]
+        return cast(nn.Module, cast(Any, self.network).model.dit)
 
-    def make_prompt(self, tokenizer: HashingTokenizer | PretrainedTokenizer, max_tokens: int) -> PromptTokenizer:
+    def make_prompt(self, tokenizer: Tokenizer, max_tokens: int) -> PromptTokenizer:
         """The instruction and a line break, whose token the releases append on its own."""
         return PromptTokenizer(tokenizer, max_tokens, "{instruction}", suffix=tokenizer("\n"))
 
-    def tokenize(self, instruction: str) -> Tensor:
-        """The prompt, int64 ``[max_tokens]``."""
-        return self.prompt.tokenize(instruction)
-
     def prefix(self, td: TensorDictBase) -> Prefix:
         """Read cameras and prompt; the state waits for the suffix."""
-        state = self.state_normalizer.normalize(td[keys.STATE])
-        return self.read_prefix(td, td[keys.INSTRUCTION_TOKENS], pad_last(state, self.config.max_state_dim, "the state"))
+        return self.read_prefix(td, td[keys.INSTRUCTION_TOKENS], self.read_state(td))
 
     def velocity_and_features(self, prefix: Prefix, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """The velocity ``[B, H', A']``, and the expert's hidden states of the actions ``[B, H', D]``."""
         cache: PrefixCache = prefix.cache
-        model: Any = self.model
+        model: Any = self.network
         embeddings = model.embed_action_time(cache.state, x_t, t).to(prefix.features.dtype)
         blocks = torch.ones(embeddings.shape[1], dtype=torch.int64, device=x_t.device)
         blocks[0] = 0  # the state sees no action

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -16,7 +16,8 @@ from vla_async.policies.paligemma import Pi05Model, run_suffix
 from vla_async.policies.paligemma_policy import PaliGemmaPolicy
 from vla_async.policies.paligemma_release import RELEASE_KEYS
 from vla_async.policies.processing import discretize, pad_last
-from vla_async.policies.tokenizer import STATE_PROMPT, HashingTokenizer, PretrainedTokenizer, PromptTokenizer, encode_text
+from vla_async.policies.released import Tokenizer
+from vla_async.policies.tokenizer import STATE_PROMPT, PromptTokenizer, encode_text
 
 KEY_MAP = [*RELEASE_KEYS, (r"^action_time_mlp_(in|out)\.", r"time_mlp_\1.")]
 """From the names of ``lerobot/pi05_base`` and openpi's to those of :class:`~vla_async.policies.paligemma.Pi05Model`."""
@@ -34,13 +35,13 @@ class Pi05Policy(PaliGemmaPolicy):
         prompt_state_dim: to how many elements the state is padded with zeros in the prompt: None for its own (openpi), 32
             for models fine-tuned with LeRobot.
         max_bytes: longest instruction, in bytes of UTF-8.
-        **options: those of :class:`~vla_async.policies.paligemma_policy.PaliGemmaPolicy`. State and action statistics are
+        **options: those of :class:`~vla_async.policies.released.ReleasedFlowPolicy`. State and action statistics are
             quantiles in the releases.
     """
 
     prompt_length = 200
     state_mode = "quantiles"
-    key_map = KEY_MAP
+    release_keys = KEY_MAP
 
     def __init__(
         self,
@@ -67,13 +68,13 @@ class Pi05Policy(PaliGemmaPolicy):
 
     @property
     def vlm(self) -> Any:
-        return self.model.vlm
+        return self.network.vlm
 
     @property
     def expert(self) -> nn.Module:
-        return self.model.expert  # type: ignore[return-value]
+        return cast(nn.Module, self.network.expert)
 
-    def make_prompt(self, tokenizer: HashingTokenizer | PretrainedTokenizer, max_tokens: int) -> PromptTokenizer:
+    def make_prompt(self, tokenizer: Tokenizer, max_tokens: int) -> PromptTokenizer:
         return PromptTokenizer(tokenizer, max_tokens, STATE_PROMPT)
 
     def tokenize(self, instruction: str) -> Tensor:
@@ -93,7 +94,7 @@ class Pi05Policy(PaliGemmaPolicy):
 
     def velocity_and_features(self, prefix: Prefix, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """The velocity ``[B, H', A']``, and the expert's hidden states of the actions ``[B, H', D]``."""
-        model: Any = self.model
+        model: Any = self.network
         embeddings = model.action_in_proj(x_t).to(prefix.features.dtype)
         blocks = torch.zeros(embeddings.shape[1], dtype=torch.int64, device=x_t.device)
         recompute, condition = self.hparams["gradient_checkpointing"], model.condition(t)
