@@ -2,17 +2,18 @@
 # the interpreter of a new .venv.
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup demo test lint format docs clean
+.PHONY: help setup demo test parity lint format docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a policy in ManiSkill: imitation first, then reinforcement learning (about 5 minutes)"
 	@echo "make test    run the tests"
+	@echo "make parity  compare our policies with LeRobot's, in an environment of its own (several GB the first time)"
 	@echo "make setup   only set up .venv and the simulators' system libraries"
 	@echo "make lint    ruff, its formatter's check, and mypy"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make docs    build the documentation into docs/_build/html"
-	@echo "make clean   remove caches and built documentation (not .venv, not runs/)"
+	@echo "make clean   remove caches and built documentation (not .venv, not .parity-venv, not runs/)"
 
 setup:
 	@PYTHON='$(PYTHON)' bash scripts/setup.sh
@@ -22,6 +23,9 @@ demo: setup
 
 test: setup
 	$(VENV_PYTHON) -m pytest
+
+parity: setup
+	@PARITY_PYTHON='$(PARITY_PYTHON)' bash scripts/parity.sh
 
 lint: setup
 	$(VENV_PYTHON) -m ruff check .
@@ -38,4 +42,4 @@ docs: setup
 
 clean:
 	rm -rf docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis build
-	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . \( -path ./.venv -o -path ./.parity-venv \) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""Compares our policies with LeRobot's on the same small random checkpoints and inputs: ``make parity``.
+
+LeRobot needs other versions of torch and transformers, so it has an environment of its own. There ``theirs_...`` writes
+checkpoints, inputs and what LeRobot makes of them; ``ours`` reads them in ``.venv``. ``cases`` is what both know.
+"""

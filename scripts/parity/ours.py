@@ -1,0 +1,118 @@
+"""Our side: reads the checkpoints and inputs that LeRobot's side wrote, and compares."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tensordict import TensorDict
+from torch import Tensor
+
+from parity import cases
+from vla_async import keys
+from vla_async.envs.base import EnvSpec
+from vla_async.policies.flow import FlowMatchingPolicy
+from vla_async.policies.flow_sampling import Draws
+
+
+@dataclass(frozen=True)
+class GivenNoise(Draws):
+    """Hands out given noise in place of random numbers."""
+
+    noise: Tensor
+
+    def normal(self, *shape: int, stream: int) -> Tensor:
+        return self.noise
+
+
+def statistics(feature: str, mode: str) -> dict[str, Any]:
+    """LeRobot adds so little to a deviation or a range that it is lost; its GR00T adds nothing."""
+    return {**cases.STATISTICS[feature], "mode": mode, "eps": 1e-8}
+
+
+def make(name: str, folder: Path) -> FlowMatchingPolicy:
+    """Our policy, from LeRobot's checkpoint."""
+    shared: dict[str, Any] = {"pretrained": str(folder / "checkpoint"), "tokenizer": str(folder / "tokenizer")}
+    shared |= {"num_steps": cases.NUM_STEPS, "noise": "ode", "value": None}
+    if name == "smolvla":
+        from vla_async.policies.smolvla import SmolVLAPolicy
+
+        config = {"vision": cases.SMOLVLA_VISION, "text": cases.SMOLVLA_TEXT, "scale_factor": cases.SMOLVLA_SCALE_FACTOR}
+        return SmolVLAPolicy(config=config, **shared)  # its statistics lie beside the weights
+    mode = {"pi0": "mean_std", "pi05": "quantiles", "groot": "min_max"}[name]
+    for ours, theirs in (("state_statistics", "observation.state"), ("action_statistics", "action")):
+        shared[ours] = statistics(theirs, mode)
+    if name == "groot":
+        from vla_async.policies.gr00t import Gr00tPolicy
+
+        text = {key: value for key, value in cases.GROOT_TEXT.items() if key != "tie_word_embeddings"}
+        config = {"vision": cases.GROOT_VISION, "text": text}
+        return Gr00tPolicy(config=config, embodiment=cases.GROOT_EMBODIMENT, max_tokens=80, **shared)
+    from vla_async.policies.pi0 import Pi0Policy
+    from vla_async.policies.pi05 import Pi05Policy
+
+    vlm = {"text_config": cases.PI_TEXT, "vision_config": cases.PI_VISION}
+    kind: Any = Pi0Policy if name == "pi0" else Pi05Policy
+    made: FlowMatchingPolicy = kind(config={"vlm_config": vlm, "dit_config": cases.PI_EXPERT}, **shared)
+    return made
+
+
+def compare(name: str) -> dict[str, float]:
+    """The relative errors of one policy, and how much each input changes its velocity."""
+    folder = cases.FOLDER / name
+    theirs, said = load_file(folder / "case.safetensors"), json.loads((folder / "case.json").read_text())
+    images = {camera: tuple(theirs[camera].shape[1:]) for camera in cases.CAMERAS}
+    policy = make(name, folder)
+    policy.build(EnvSpec(cases.ACTION_LOW, cases.ACTION_HIGH, cases.HORIZON, cases.STATE_DIM, images))  # type: ignore[arg-type]
+    policy.eval()
+    td = TensorDict({("observation", camera): theirs[camera] for camera in cases.CAMERAS}, batch_size=[len(cases.ROWS)])
+    td[keys.STATE] = theirs["state"]
+    td[keys.INSTRUCTION_TOKENS] = torch.stack([policy.tokenize(text) for text in said["instructions"]])
+    with torch.no_grad():
+        prefix = policy.prefix(td)
+        steps = zip(theirs["x_t"], theirs["times"], strict=True)
+        velocity = torch.stack([policy.velocity(prefix, x_t, time) for x_t, time in steps])
+        draws = GivenNoise(len(td), prefix.features.device, None, theirs["noise"])
+        field = functools.partial(policy.velocity_and_features, prefix)
+        sampled = policy.exploration.sample(field, draws, explore=False)
+    errors = {}
+    for time, made, expected in zip(theirs["times"], velocity, theirs["velocity"], strict=True):
+        errors[f"velocity, t = {float(time[0]):.2f}"] = cases.relative_error(made, expected)
+    errors["chunk"] = cases.relative_error(sampled.chunk, theirs["chunk"])
+    errors["actions"] = cases.relative_error(policy.unnormalize_actions(sampled.chunk), theirs["actions"])
+    check_sensitivity(name, theirs["velocity"])
+    print(f"{name} ({said['with']})")
+    return errors
+
+
+def check_sensitivity(name: str, velocity: Tensor) -> None:
+    """Equal velocities show nothing of an input that does not matter to them.
+
+    Raises:
+        RuntimeError: names the input.
+    """
+    for row, changed in list(enumerate(cases.ROWS))[1:]:
+        change = cases.relative_error(velocity[:, row], velocity[:, 0])
+        if change < cases.SENSITIVITY:
+            raise RuntimeError(f"{name}: {changed} changes LeRobot's velocity by {change:.1e} only; choose other weights")
+
+
+def main() -> int:
+    """Compare the models named on the command line, all by default; 1 if one of them differs."""
+    worst = 0.0
+    for name in sys.argv[1:] or cases.MODELS:
+        for what, error in compare(name).items():
+            print(f"    {what:<18} {error:.1e}{'' if error <= cases.TOLERANCE else '   differs'}")
+            worst = max(worst, error)
+    print(f"largest relative error: {worst:.1e} (at most {cases.TOLERANCE:.0e} is allowed)")
+    return int(not worst <= cases.TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
