@@ -73,7 +73,7 @@ def test_only_what_cannot_run_here_is_left_out() -> None:
 
 def test_the_documentation_has_code() -> None:
     """Guards the guards: if blocks were no longer found, the tests above would pass on nothing."""
-    assert {"add_env.md", "add_policy.md", "quickstart.md", "recipes.md", "use_in_torchrl.md", "batching.md"} <= {
+    assert {"add_env.md", "add_a_policy.md", "quickstart.md", "recipes.md", "use_in_torchrl.md", "batching.md"} <= {
         page.name for page in RUNNABLE
     }
 

@@ -24,3 +24,14 @@ def test_the_torchrl_script_learns_with_either_collector(collector: str, tmp_pat
     assert [steps for steps, _ in steps_and_returns] == [1024 * (update + 1) for update in range(7)]
     # every seed seen went from between -9 and -10.4 to between -6.2 and -4.1, with either collector
     assert steps_and_returns[-1][1] > steps_and_returns[0][1] + 2.0, done.stdout
+
+
+@pytest.mark.parametrize("noise", ["flow_sde", "flow_noise"])
+def test_the_new_policy_learns_with_either_noise(noise: str, tmp_path: Path) -> None:
+    """If this failed, reinforcement learning would not work through a flow: its log-prob would not be the one to move."""
+    command = [sys.executable, str(EXAMPLES / "new_policy.py"), "--noise", noise]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    success = [float(rate) for rate in re.findall(r"validate at step \d+: success_once ([\d.]+)", done.stdout)]
+    assert len(success) == 2, "before and after"
+    assert success[1] >= success[0] + 0.4, done.stdout
