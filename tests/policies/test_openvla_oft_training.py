@@ -14,6 +14,7 @@ from tests.policies.test_openvla_oft import TINY
 from vla_async.envs import ToyEnvs
 from vla_async.loops import StreamingFitLoop, SyncFitLoop
 from vla_async.objectives import GRPO, PPO
+from vla_async.policies import VLAPolicy
 from vla_async.policies.lerobot import LeRobotPolicy
 from vla_async.policies.openvla_oft import OpenVLAOFTPolicy
 from vla_async.trainer import AsyncTrainer
@@ -51,6 +52,27 @@ def test_without_learning_rate_every_ratio_of_a_run_is_one(kind: str, tmp_path: 
     assert len(made) == 2
     assert all(abs(float(row[f"{kind}/approx_kl"])) < 1e-9 for row in made)
     assert all(float(row[f"{kind}/log_prob_gap"]) < 1e-5 for row in made)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("openvla_oft.OpenVLAOFTPolicy", {"config": TINY, "betas": [0.8, 0.9], "gripper": "open_is_one"}),
+        ("lerobot.LeRobotPolicy", {"pretrained": "folder", "cameras": {"top": "image"}, "noise": "flow_noise", "lr": 0.1}),
+    ],
+)
+def test_a_config_file_sets_every_option(name: str, settings: dict[str, Any]) -> None:
+    """The options of the base class included; and what is stored stays plain."""
+    from lightning.pytorch.cli import LightningArgumentParser
+
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_lightning_class_args(VLAPolicy, "model", subclass_mode=True)
+    objective = {"class_path": "vla_async.objectives.PPO"}
+    model = {"class_path": f"vla_async.policies.{name}", "init_args": settings | {"objective": objective}}
+    made = parser.instantiate(parser.parse_object({"model": model})).model
+    assert made.objective is not None
+    assert {option: made.hparams[option] for option in settings} == settings
+    assert not {"objective", "_instantiator", "_class_path"} & set(made.hparams)
 
 
 def test_a_resumable_checkpoint_of_a_run_makes_the_same_policy(tmp_path: Path) -> None:

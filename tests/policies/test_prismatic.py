@@ -219,6 +219,29 @@ def test_the_state_projector_may_lie_beside_the_weights(release, hashed):
     assert torch.equal(policy.network.state_projector.fc1.weight, projector["module.fc1.weight"])
 
 
+def test_the_tokenizer_of_the_release_is_used(release):
+    """Found in its folder, whose config.json names a model that transformers does not have."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<PAD>": 3, "lift?": 4, "Out:": 5, "In:": 6}
+    words |= {f"unused{index}": index for index in range(7, 300)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(release[0] / "tokenizer.json"))
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<PAD>", "unk_token": "<unk>"}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (release[0] / "tokenizer_config.json").write_text(json.dumps(about))
+    (release[0] / "config.json").write_text(json.dumps({"model_type": "openvla", "norm_stats": {}}))
+    policy = load(release[0])
+    tokens = policy.tokenize("Lift").tolist()
+    assert tokens[:2] == [1, 6]
+    assert tokens[8:12] == [0, 4, 5, 3]
+    assert policy.prompt.mask(torch.tensor(tokens)).sum() == 11
+    assert policy.act(observe(policy, 2))[keys.CHUNK].shape == (2, H, A)
+
+
 def test_a_saved_policy_needs_its_release_no_more(release, hashed, tmp_path):
     """A checkpoint holds the weights and the statistics; the folder of the release may be gone."""
     import shutil

@@ -11,6 +11,7 @@ from vla_async.policies.tokenizer import (
     HashingTokenizer,
     PretrainedTokenizer,
     PromptTokenizer,
+    action_question,
     decode_text,
     encode_text,
 )
@@ -101,3 +102,14 @@ def test_texts_survive_as_bytes():
         assert decode_text(encode_text(text, 40).tolist()) == text
     with pytest.raises(ValueError, match="has 4 bytes, but only 3"):
         encode_text("four", 3)
+
+
+def test_the_lone_space_ends_the_prompt_of_a_llama():
+    class Llama:
+        vocab_size, pad_id, bos_id, eos_id = 32001, 32000, 1, 2
+
+        def __call__(self, text: str) -> list[int]:
+            return [7] if text == "In: What action should the robot take to lift?\nOut:" else []
+
+    prompt = action_question(Llama(), 6)
+    assert prompt.tokenize("LIFT").tolist() == [1, 7, 29871, 32000, 32000, 32000]

@@ -152,14 +152,8 @@ class Cameras:
 
     @classmethod
     def of(cls, available: Mapping[str, tuple[int, int, int]], names: Sequence[str] | None = None) -> Cameras:
-        """A slot for each of the named cameras, for models that take any; by default all there are, ``image`` first.
-
-        Raises:
-            ValueError: as the class does, and if there is no camera at all.
-        """
+        """A slot for each of the named cameras, for models that take any; by default all there are, ``image`` first."""
         seen = sorted(available, key=lambda name: (name != "image", name)) if names is None else list(names)
-        if not seen:
-            raise ValueError("cameras: the envs have none, but the model needs images; choose an env.obs with rgb")
         return cls(tuple(seen), available)
 
     @property

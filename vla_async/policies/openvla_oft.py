@@ -12,14 +12,15 @@ from torch import Tensor
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_async import keys
-from vla_async.envs.base import EnvSpec
+from vla_async.envs.base import EnvFactory, EnvSpec
 from vla_async.objectives.base import Objective, StepOutput
-from vla_async.policies.action_bins import ActionBins, Gripper, sample_bins
+from vla_async.policies.action_bins import ActionBins, Gripper, of_bins, sample_bins
+from vla_async.policies.adapters import LoRA, choose_trained
 from vla_async.policies.base import VLAPolicy
 from vla_async.policies.checkpoints import TensorFiles, find_checkpoint, load_mapped
 from vla_async.policies.flow_value import ValueHead
 from vla_async.policies.images import Cameras, center_crop, to_unit_range
-from vla_async.policies.optimizers import actor_critic_adamw
+from vla_async.policies.optimizers import actor_critic_adamw, check_optimizer
 from vla_async.policies.prismatic import (
     KEY_MAP,
     ActionOutputs,
@@ -30,9 +31,7 @@ from vla_async.policies.prismatic import (
     unfuse,
 )
 from vla_async.policies.processing import ActionStatistics, Normalizer, StateStatistics, Statistics, read_statistics
-from vla_async.policies.tokenizer import ACTION_QUESTION, HashingTokenizer, PretrainedTokenizer, PromptTokenizer
-
-_SPACE = 29871  # Llama's token of a lone space, which the release was trained to see at the end of a prompt
+from vla_async.policies.tokenizer import HashingTokenizer, PretrainedTokenizer, PromptTokenizer, action_question
 
 
 class OpenVLAOFTPolicy(VLAPolicy):
@@ -61,6 +60,8 @@ class OpenVLAOFTPolicy(VLAPolicy):
         value_hidden: widths of its hidden layers.
         detach_value: whether it reads without moving what it reads.
         freeze: what is not trained: ``none`` or ``vision``.
+        lora: fields of :class:`~vla_async.policies.adapters.LoRA`: of what ``freeze`` leaves, train low-rank additions to the
+            linear layers, the state's projection and the critic only. The token's output layer stays as it is.
         gradient_checkpointing: whether the Llama's layers are computed again in the backward pass instead of kept.
         dtype: type of the network's weights; the critic and the statistics are always float32.
         lr: learning rate.
@@ -89,6 +90,7 @@ class OpenVLAOFTPolicy(VLAPolicy):
         value_hidden: Sequence[int] = (512, 128),
         detach_value: bool = True,
         freeze: Literal["none", "vision"] = "none",
+        lora: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
         dtype: Literal["float32", "bfloat16"] = "float32",
         lr: float = 2e-5,
@@ -98,6 +100,7 @@ class OpenVLAOFTPolicy(VLAPolicy):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "objective", "__class__")}
         _check(arguments)
+        LoRA.read(lora, objective)
         super().__init__(objective)
         lists = {name: list(arguments[name]) for name in ("cameras", "value_hidden", "betas") if arguments[name] is not None}
         # named explicitly: under LightningCLI the default would store the parser's view of them, objective included
@@ -107,6 +110,18 @@ class OpenVLAOFTPolicy(VLAPolicy):
         self.value_head: ValueHead | None = None
 
     # ---------------------------------------------------------------- building
+
+    def check_env(self, env: EnvFactory) -> None:
+        """Refuse envs that show no camera, or no state where it is asked for, before any is built."""
+        names = env.observation_names
+        if names is not None:
+            self._check_sight("state" in names, bool(names - {"state"}))
+
+    def _check_sight(self, has_state: bool, has_camera: bool) -> None:
+        if not has_camera:
+            raise ValueError("cameras: the envs have none, but the model needs images; choose an env.obs with rgb")
+        if self.hparams["use_state"] and not has_state:
+            raise ValueError("model.use_state=true, but the envs give no state; choose an env.obs with state")
 
     def build(self, spec: EnvSpec) -> None:
         """Create the modules for envs that look like ``spec``; without effect for the same spec again.
@@ -120,9 +135,8 @@ class OpenVLAOFTPolicy(VLAPolicy):
                 raise ValueError(f"the policy was built for {self.env_spec}, so it cannot serve {spec}; make a new one")
             return
         options = self.hparams
+        self._check_sight(spec.state_dim is not None, bool(spec.images))
         self.cameras = Cameras.of(spec.images, options["cameras"])
-        if options["use_state"] and spec.state_dim is None:
-            raise ValueError("model.use_state=true, but the envs give no state; choose an env.obs with state")
         state_dim = spec.state_dim if options["use_state"] else None
         folder = None if options["pretrained"] is None or self._restoring else find_checkpoint(options["pretrained"])
         actions = Normalizer(self._statistics(ActionStatistics, "action", folder, spec), spec.action_dim)
@@ -138,8 +152,9 @@ class OpenVLAOFTPolicy(VLAPolicy):
         network.cast(getattr(torch, options["dtype"]))
         if folder is not None:
             load_mapped(network, unfuse(_weights(folder, state_dim is not None), self._sizes), KEY_MAP)
-        if options["freeze"] == "vision":
-            network.vision.requires_grad_(False)
+        frozen = [network.vision] if options["freeze"] == "vision" else []
+        whole = [part for part in [network.state_projector] if part is not None]
+        choose_trained(network, options["lora"], frozen=frozen, whole=whole, uncalled=[network.lm_head])
         if options["gradient_checkpointing"]:
             network.language.activation_checkpointing_enable()
         self.network = network
@@ -171,14 +186,11 @@ class OpenVLAOFTPolicy(VLAPolicy):
     def prompt(self) -> PromptTokenizer:
         """What makes the prompt of an instruction."""
         if not hasattr(self, "_prompt"):
-            source, length = self.hparams["tokenizer"] or self.hparams["pretrained"], self.hparams["max_prompt_tokens"]
-            if source is None:
-                hashing = HashingTokenizer(self._sizes["llama"]["vocab_size"])
-                self._prompt = PromptTokenizer(hashing, length, ACTION_QUESTION, lower=True)
-            else:
-                pretrained = PretrainedTokenizer(source)
-                suffix = [_SPACE] if pretrained.vocab_size > _SPACE else []
-                self._prompt = PromptTokenizer(pretrained, length, ACTION_QUESTION, lower=True, suffix=suffix)
+            source, size = self.hparams["tokenizer"] or self.hparams["pretrained"], self._sizes["llama"]["vocab_size"]
+            tokenizer = HashingTokenizer(size) if source is None else PretrainedTokenizer(source)
+            if tokenizer.vocab_size > size:
+                raise ValueError(f"model.tokenizer={source!r} has {tokenizer.vocab_size} tokens, but the model knows {size}")
+            self._prompt = action_question(tokenizer, self.hparams["max_prompt_tokens"])
         return self._prompt
 
     def tokenize(self, instruction: str) -> Tensor:
@@ -221,7 +233,7 @@ class OpenVLAOFTPolicy(VLAPolicy):
             bins = sample_bins(log_probs, None if request_keys is None else request_keys.squeeze(-1))
         else:
             bins = log_probs.argmax(-1)
-        result = {keys.TOKENS: bins, keys.CHUNK: self.bins.decode(bins), keys.LOG_PROB: _of_bins(log_probs, bins)}
+        result = {keys.TOKENS: bins, keys.CHUNK: self.bins.decode(bins), keys.LOG_PROB: of_bins(log_probs, bins)}
         for key, value in (result | self._value(outputs)).items():
             td.set(key, value)
         return td
@@ -231,7 +243,7 @@ class OpenVLAOFTPolicy(VLAPolicy):
         outputs = self._run(td)
         log_probs = self._log_probs(outputs, self.hparams["temperature"])
         result = {
-            keys.LOG_PROB: _of_bins(log_probs, td[keys.TOKENS]),
+            keys.LOG_PROB: of_bins(log_probs, td[keys.TOKENS]),
             keys.ENTROPY: -(log_probs.exp() * log_probs).sum(-1),
         }
         return TensorDict(result | self._value(outputs), batch_size=td.batch_size)
@@ -239,7 +251,7 @@ class OpenVLAOFTPolicy(VLAPolicy):
     def imitation_step(self, batch: TensorDictBase) -> StepOutput:
         """Cross entropy of the bins of the demonstrated actions, padding left out."""
         log_probs = self._log_probs(self._run(batch), 1.0)
-        nll = -_of_bins(log_probs, self.bins.encode(batch[keys.CHUNK]))
+        nll = -of_bins(log_probs, self.bins.encode(batch[keys.CHUNK]))
         valid = ~batch[keys.ACTION_IS_PAD].unsqueeze(-1)
         count = int(valid.sum()) * nll.shape[-1]
         loss = torch.where(valid, nll, 0.0).sum()
@@ -248,10 +260,6 @@ class OpenVLAOFTPolicy(VLAPolicy):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW of what is not frozen, with the model and the critic in groups of their own."""
         return actor_critic_adamw(self, "value_head.", self.hparams)
-
-
-def _of_bins(log_probs: Tensor, bins: Tensor) -> Tensor:
-    return log_probs.gather(-1, bins.unsqueeze(-1)).squeeze(-1)
 
 
 def _weights(folder: Path, with_state: bool) -> Mapping[str, Tensor]:
@@ -288,7 +296,4 @@ def _check(options: Mapping[str, Any]) -> None:
     check(
         "dataset", options["dataset"] is None or options["pretrained"] is not None, "needs model.pretrained, which knows it"
     )
-    for name in ("lr", "critic_lr"):
-        check(name, options[name] is None or 0.0 <= options[name] < float("inf"), "must not be negative")
-    check("betas", all(0.0 <= beta < 1.0 for beta in options["betas"]), "must lie in [0, 1)")
-    check("weight_decay", 0.0 <= options["weight_decay"] < float("inf"), "must not be negative")
+    check_optimizer(check, options)

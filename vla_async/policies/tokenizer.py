@@ -21,7 +21,9 @@ INSTRUCTION_LINE = "{instruction}\n"
 STATE_PROMPT = "Task: {instruction}, State: {state};\nAction: "
 """π0.5's prompt; the state as the numbers of its bins."""
 ACTION_QUESTION = "In: What action should the robot take to {instruction}?\nOut:"
-"""OpenVLA's prompt."""
+"""OpenVLA's prompt; see :func:`action_question`."""
+
+_LLAMA_SPACE = 29871
 
 
 def encode_text(text: str, max_bytes: int) -> Tensor:
@@ -185,3 +187,9 @@ class PromptTokenizer:
     def mask(self, tokens: Tensor) -> Tensor:
         """Bool, true where a token is no padding."""
         return tokens != self.pad_id
+
+
+def action_question(tokenizer: HashingTokenizer | PretrainedTokenizer, max_length: int) -> PromptTokenizer:
+    """OpenVLA's prompts; with Llama's vocabulary they end, as in the release's training, with the token of a lone space."""
+    suffix = [_LLAMA_SPACE] if tokenizer.vocab_size > _LLAMA_SPACE else []
+    return PromptTokenizer(tokenizer, max_length, ACTION_QUESTION, lower=True, suffix=suffix)
