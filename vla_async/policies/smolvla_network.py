@@ -91,9 +91,11 @@ class SmolVLASizes:
                 f"model.config: image_size={self.image_size} must be a multiple of patch_size * scale_factor = {cell}, "
                 f"up to vision.image_size={largest}"
             )
-        if self.width < 2 or self.width % 2:
+        heads = self.text_config["num_attention_heads"]
+        if self.width < 2 or self.width % 2 or self.width % heads:
             raise ValueError(
-                f"model.config: expert_width={self.expert_width} gives an expert of width {self.width}, not an even one"
+                f"model.config: expert_width={self.expert_width} gives an expert of width {self.width}, which must be even and "
+                f"a multiple of the {heads} attention heads"
             )
 
     @property
