@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 import sys
 from collections import Counter
@@ -10,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vla_async.envs import LiberoEnvs, libero_install
-from vla_async.envs.libero import NUM_INIT_STATES, NUM_TASKS
+from vla_async.envs.libero import NUM_INIT_STATES, NUM_TASKS, axis_angle
 from vla_async.envs.libero_install import instruction_of, libero_paths, load_init_states
 
 SUITES = sorted(NUM_TASKS)
@@ -34,6 +36,7 @@ SUITES = sorted(NUM_TASKS)
         ({"camera": "topview"}, ["env.camera", "topview", "agentview"]),
         ({"wrist_camera": "wrist"}, ["env.wrist_camera", "robot0_eye_in_hand"]),
         ({"wrist_camera": "agentview"}, ["env.wrist_camera", "env.camera"]),
+        ({"rotation": "euler"}, ["env.rotation", "euler", "axis_angle"]),
         ({"render_quality": "best"}, ["env.render_quality", "official", "fast"]),
         ({"init_state_mode": "next"}, ["env.init_state_mode", "random", "cycle", "fixed"]),
         ({"init_state_id": 50}, ["env.init_state_id=50", "at most 49"]),
@@ -50,6 +53,22 @@ def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any], named: list[s
         LiberoEnvs(**wrong)
     for text in named:
         assert text in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("quaternion", "expected"),
+    [
+        ([0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0]),
+        ([0.0, 0.0, math.sin(math.pi / 4), math.cos(math.pi / 4)], [0.0, 0.0, math.pi / 2]),
+        ([0.0, -0.6 * math.sin(1.8), 0.8 * math.sin(1.8), math.cos(1.8)], [0.0, -0.6 * 3.6, 0.8 * 3.6]),
+        ([0.0, 0.0, 0.0, 1.0000001], [0.0, 0.0, 0.0]),
+    ],
+    ids=["no turn", "a quarter turn", "more than half a turn", "rounded beyond 1"],
+)
+def test_a_rotation_as_axis_and_angle(quaternion: list[float], expected: list[float]) -> None:
+    """Public models were trained on these numbers; angles above pi stay there, as in their data."""
+    state = torch.tensor([0.1, 0.2, 0.3, *quaternion, 0.04, -0.04])
+    torch.testing.assert_close(axis_angle(state), torch.tensor([0.1, 0.2, 0.3, *expected, 0.04, -0.04]))
 
 
 @pytest.mark.usefixtures("fresh_import")

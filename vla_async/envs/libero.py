@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from vla_async.envs.base import EnvFactory, SimStep, Simulator
-from vla_async.envs.libero_camera import Camera, prepare_context
+from vla_async.envs.libero_camera import Camera, LazyObservation, prepare_context
 from vla_async.envs.libero_install import (
     build_libero_env,
     choose_gl,
@@ -54,20 +55,13 @@ def _numpy_seed(seed: int) -> Iterator[None]:
         np.random.set_state(before)
 
 
-class _LazyObservation(Mapping[str, Tensor]):
-    """An observation whose pictures are drawn when they are read, until the next env step."""
-
-    def __init__(self, leaves: dict[str, Callable[[], Tensor]]) -> None:
-        self._leaves = leaves
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._leaves[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._leaves)
-
-    def __len__(self) -> int:
-        return len(self._leaves)
+def axis_angle(state: Tensor) -> Tensor:
+    """The state with the hand's rotation as an axis times an angle in [0, 2 pi], not as a quaternion: ``[8]`` of ``[9]``."""
+    position, vector, real, fingers = state.double().split([3, 3, 1, 2])
+    real = real.clamp(-1.0, 1.0)
+    sine = (1.0 - real.square()).sqrt()
+    turned = torch.where(sine > 0.0, vector * 2.0 * real.arccos() / sine, 0.0)
+    return torch.cat([position, turned, fingers]).to(state.dtype)
 
 
 class LiberoSimulator(Simulator):
@@ -140,12 +134,13 @@ class LiberoSimulator(Simulator):
     def tasks(self) -> Sequence[str]:
         return [self.task]
 
-    def _observe(self, td: TensorDict) -> _LazyObservation:
-        state = td["observation", "state"].unsqueeze(0)
+    def _observe(self, td: TensorDict) -> LazyObservation:
+        state = td["observation", "state"]
+        state = (axis_angle(state) if self.factory.rotation == "axis_angle" else state).unsqueeze(0)
         leaves: dict[str, Callable[[], Tensor]] = {"state": lambda: state}
         for key, camera in self._cameras.items():
             leaves[key] = lambda camera=camera: self._upright(camera).unsqueeze(0)  # type: ignore[misc]
-        return _LazyObservation(leaves)
+        return LazyObservation(leaves)
 
     def _upright(self, camera: Camera) -> Tensor:
         """The camera's picture as LiberoWrapper turns it, uint8 ``[3, size, size]``."""
@@ -194,8 +189,8 @@ class LiberoEnvs(EnvFactory):
     """LIBERO: a Panda arm at a table, moved by 7 numbers in [-1, 1]: 6 of the hand's pose, then the gripper (-1 opens).
 
     The policy sees ``"image"`` and, if asked for, ``"wrist_image"``, uint8 ``[3, S, S]``, upright, and ``"state"``, float32
-    ``[9]``: position and quaternion of the hand, positions of both fingers. The reward is 1 at every env step that ends in
-    success, else 0. Needs the extra ``libero``, and EGL or OSMesa.
+    ``[9]`` or ``[8]``: position and rotation of the hand, positions of both fingers. The reward is 1 at every env step that
+    ends in success, else 0. Needs the extra ``libero``, and EGL or OSMesa.
 
     Args:
         suite: ``libero_spatial``, ``libero_object``, ``libero_goal``, ``libero_10`` or ``libero_90``.
@@ -204,6 +199,8 @@ class LiberoEnvs(EnvFactory):
         max_episode_steps: the horizon in env steps; None takes the suite's from the public evaluation protocols.
         camera: what ``"image"`` shows.
         wrist_camera: what ``"wrist_image"`` shows, usually ``robot0_eye_in_hand``; None leaves it out.
+        rotation: how the state gives the hand's rotation: as a ``quaternion``, or as ``axis_angle``, the axis times the
+            angle, which is what public models were trained on.
         image_size: height and width of the images.
         render_quality: ``official`` pictures are the benchmark's, bit for bit. ``fast`` leaves out reflections and
             smooths edges in a cheaper way: about a third of the time on a CPU, but not what others train and evaluate on.
@@ -222,6 +219,7 @@ class LiberoEnvs(EnvFactory):
     max_episode_steps: int | None = None  # type: ignore[assignment] # a number after construction, as in the base class
     camera: CameraName = "agentview"
     wrist_camera: CameraName | None = None
+    rotation: Literal["quaternion", "axis_angle"] = "quaternion"
     image_size: int = 128
     render_quality: Literal["official", "fast"] = "official"
     init_state_mode: Literal["random", "cycle", "fixed"] = "random"
@@ -293,6 +291,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "suite": get_args(Suite),
     "camera": get_args(CameraName),
     "wrist_camera": get_args(CameraName),
+    "rotation": ("quaternion", "axis_angle"),
     "render_quality": ("official", "fast"),
     "init_state_mode": ("random", "cycle", "fixed"),
     "mujoco_gl": ("auto", "egl", "osmesa"),

@@ -6,9 +6,11 @@ decides once in H env steps looks at one in H.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 Picture = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -86,3 +88,19 @@ def prepare_context(sim: Any, size: int, fast: bool) -> None:
     context.gl_ctx.make_current()
     context.con.free()
     context._set_mujoco_context_and_buffers()
+
+
+class LazyObservation(Mapping[str, Tensor]):
+    """An observation whose pictures are drawn when they are read, until the next env step."""
+
+    def __init__(self, leaves: dict[str, Callable[[], Tensor]]) -> None:
+        self._leaves = leaves
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._leaves[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
