@@ -189,7 +189,7 @@ def test_at_the_start_of_an_update_every_ratio_is_one(objective):
     batch[keys.LOSS_MASK] = torch.ones(6, 1, dtype=torch.bool)
     batch[keys.EXECUTED] = torch.ones(6, H, dtype=torch.bool)
     batch[keys.POLICY_VERSION] = torch.zeros(6, 1, dtype=torch.int64)
-    again = policy.evaluate(batch)[keys.LOG_PROB]
+    again = policy.evaluate(batch)[keys.LOG_PROB].detach()
     assert float((again - batch[keys.LOG_PROB]).exp().sub(1.0).abs().max()) < 1e-5
     output = policy.training_step(batch)
     output.loss.backward()
