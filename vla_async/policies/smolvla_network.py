@@ -94,8 +94,8 @@ class SmolVLASizes:
         heads = self.text_config["num_attention_heads"]
         if self.width < 2 or self.width % 2 or self.width % heads:
             raise ValueError(
-                f"model.config: expert_width={self.expert_width} gives an expert of width {self.width}, which must be even and "
-                f"a multiple of the {heads} attention heads"
+                f"model.config: expert_width={self.expert_width} gives an expert of width {self.width}, which must be even "
+                f"and a multiple of the {heads} attention heads"
             )
 
     @property
