@@ -32,8 +32,9 @@ from benchmarks.overlap_cases import (
     recommended,
     rows,
 )
-from vla_async.ablation import Figures, Row, ablation_rows, ablation_table, measure, median, to_json
+from vla_async.ablation import Row, ablation_rows, measure
 from vla_async.core_math import async_speedup
+from vla_async.monitor.figures import Figures, ablation_table, median, to_json
 from vla_async.monitor.report import Table
 
 PARTS = ("ratios", "streamer", "libero", "maniskill")

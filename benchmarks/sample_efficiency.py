@@ -8,8 +8,8 @@ correction for the age of the data, on the same seeds. All data of an asynchrono
 ``full_age.py``). Success is that of held-out episodes, from copies of the policy at fixed env steps.
 
 Each run is a process of its own, and is added to the JSON file when it has ended; what is there already is not run again.
-``--wall-clock`` instead runs the same settings by turns, one at a time, on whatever data comes, as users have it, and compares
-seconds; run that on a machine that does nothing else. ``--report-only`` makes the tables and figures of what is there.
+``--wall-clock`` instead runs the same settings by turns, one at a time, on whatever data comes, as users have it, and
+compares seconds; run that on a machine that does nothing else. ``--report-only`` makes tables and figures of what is there.
 """
 
 from __future__ import annotations

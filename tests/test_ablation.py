@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
-import math
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.fakes import wait_until
+from tests.faults.test_ends import processes_of_session
 from vla_async.__main__ import main
-from vla_async.ablation import SWITCHES, Figures, ablation_rows, ablation_table, median, read_figures
+from vla_async.ablation import SWITCHES, ablation_rows, resolve
 from vla_async.loops import SFTLoop
 
 RECIPE = str(Path(__file__).parents[1] / "recipes" / "toy_ppo.yaml")
@@ -106,6 +111,11 @@ REFUSED = {
         "--trainer.fit_loop.streamer is what ablate turns on and off itself; leave it out",
     ),
     "missing recipe": (["--config", "gone.yaml"], "--config gone.yaml: there is no such file"),
+    "nowhere to write": (["--config", RECIPE, "--json=out/f.json"], "--json out/f.json: there is no directory"),
+    "a run to resume": (
+        ["--config", RECIPE, "--ckpt_path=last"],
+        "--ckpt_path resumes a run, but ablate begins new ones; give weights by --trainer.init_from",
+    ),
     "mistyped key": (["--config", RECIPE, "--trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
     "nothing may be stale": (
         ["--config", RECIPE, STREAMING, "--trainer.fit_loop.max_staleness=0"],
@@ -139,33 +149,33 @@ def test_roles_that_share_their_only_gpu_cannot_be_split(
     assert "'--trainer.fit_loop.placement={mode: disaggregated, rollout_devices: [cuda:1]}'" in capsys.readouterr().err
 
 
-def test_rates_and_shares_are_those_of_the_updates_after_the_first(tmp_path: Path) -> None:
-    """Shares weigh by time, the rate is all env steps over all the time, and what was never logged is no number."""
-    path = tmp_path / "metrics.csv"
-    lines = [
-        {"validate/success_once": 0.1},
-        {"time/env_steps_per_s": 1, "env_steps": 10, "elapsed_s": 5, "time/update_s": 5, "trainer/idle_share": 0.9},
-        {"time/env_steps_per_s": 1, "env_steps": 20, "elapsed_s": 6, "time/update_s": 1, "trainer/idle_share": 0.8},
-        {"time/env_steps_per_s": 1, "env_steps": 30, "elapsed_s": 9, "time/update_s": 3, "trainer/idle_share": 0.0},
-    ]
-    lines[2]["staleness/max"], lines[3]["staleness/max"], lines[3]["validate/success_once"] = 2, 1, 0.5
-    with path.open("w") as file:
-        writer = csv.DictWriter(file, sorted({name for line in lines for name in line}))
-        writer.writeheader()
-        writer.writerows(lines)
-    found = read_figures(path, skip=1)
-    assert (found.env_steps_per_s, found.update_s, found.trainer_idle) == (5.0, 2.0, pytest.approx(0.2))
-    assert (found.staleness_max, found.success) == (2.0, 0.5)
-    assert math.isnan(found.replica_idle)
-    assert math.isnan(found.last_arrival_to_step_s)
+def test_the_runs_start_from_the_weights_that_the_recipe_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`last` is the newest run of the recipe's name, and the runs of the ablation have others."""
+    monkeypatch.chdir(tmp_path)
+    few = ["--config", RECIPE, *SMALL, "--trainer.max_steps=1", "--trainer.val_every_n_steps=0"]
+    assert main(["fit", *few]) == 0
+    (last,) = Path("runs/toy_ppo").glob("*/checkpoints/last.ckpt")
+    assert resolve([*few, "--trainer.init_from=last"])["trainer"]["init_from"] == str(last.resolve())
 
 
-def test_the_table_shows_medians_relative_to_the_first_row() -> None:
-    def run(rate: float) -> Figures:
-        return Figures(rate, 1.0, 0.1, math.nan, 0.25, 0.5, 0.75, 1.0, 2.0, math.nan)
-
-    results = {"first": [run(100.0), run(90.0), run(500.0)], "second": [run(150.0)]}
-    assert median(results["first"]).env_steps_per_s == 100.0
-    rows = ablation_table(results, "title").rows
-    assert rows[0] == ["first", "100.0", "+0%", "25%", "50%", "75%", "1.00", "2", "–"]
-    assert rows[1][1:3] == ["150.0", "+50%"]
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False)])
+def test_an_interrupt_ends_the_row_too_and_keeps_what_was_measured(number: int, to_group: bool, tmp_path: Path) -> None:
+    """A row that nobody tells would go on alone, for hours."""
+    args = ["ablate", "--config", RECIPE, "--steps=100000", *SMALL, "--trainer.val_every_n_steps=0"]
+    command = [sys.executable, "-m", "vla_async", *args]
+    environment = os.environ | {"PYTHONPATH": str(Path(RECIPE).parents[1])}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_until(lambda: bool(list(tmp_path.glob("runs/*/*/co-located-1/*/metrics.csv"))), "the first row trains", 120.0)
+        os.killpg(process.pid, number) if to_group else process.send_signal(number)
+        said, _ = process.communicate(timeout=60.0)
+        assert process.returncode == 130
+        assert "interrupted; what was measured is in runs/toy_ppo_ablation" in said
+        assert processes_of_session(process.pid) == {}
+        (log,) = tmp_path.glob("runs/*/*/co-located-1.log")
+        assert "interrupted; resume from" in log.read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

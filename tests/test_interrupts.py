@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -98,3 +99,37 @@ def test_outside_the_main_thread_nothing_is_changed() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+@contextmanager
+def nobody_hears() -> Iterator[None]:
+    """The main thread as it is in a wait outside of Python: its handlers do not run."""
+    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_wait_that_hears_of_no_signal_is_ended_from_another_thread() -> None:
+    """Ctrl-C must work most of all where another rank hangs."""
+    ended = threading.Event()
+    interrupts = Interrupts(heed_s=0.2)
+    interrupts.unheeded = ended.set
+    with interrupts, nobody_hears():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended.wait(20.0)
+
+
+def test_a_signal_that_is_heard_ends_nothing() -> None:
+    """Two in quick succession are one to Python, and still no reason to kill anybody."""
+    ended = threading.Event()
+    interrupts = Interrupts(heed_s=0.3)
+    interrupts.unheeded = ended.set
+    before = signal.set_wakeup_fd(-1)
+    with interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            send()
+        send()
+        send()
+        assert not ended.wait(1.0)
+    assert signal.set_wakeup_fd(before) == -1, "whoever listened to signals before does so again"

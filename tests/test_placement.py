@@ -19,6 +19,7 @@ CPU, CUDA0, CUDA1 = torch.device("cpu"), torch.device("cuda", 0), torch.device("
         ({"rollout_devices": []}, r"rollout_devices is empty; give at least one device, or null"),
         ({"mode": "disaggregated"}, r"mode='disaggregated' needs placement.rollout_devices, for example"),
         ({"mode": "hybrid"}, r"mode='hybrid' needs placement.rollout_devices"),
+        ({"mode": "disaggregated", "rollout_devices": ["meta"]}, r"rollout_devices has 'meta': choose cpu, or cuda"),
         ({"mode": "disaggregated", "rollout_devices": ["gpu:1"]}, r"rollout_devices has 'gpu:1'"),
     ],
     ids=str,

@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -59,6 +60,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     if is_process:
         sys.path.append(os.getcwd())  # a class_path may name a module of the user's own, as with `python -m`
+        warnings.formatwarning = _plain_warning
     try:
         check_command_line(args)
         if args[0] == "ablate":
@@ -74,13 +76,20 @@ def main(args: Sequence[str] | None = None) -> int:
         VLACLI(args)
     except KeyboardInterrupt:
         return _leave(130) if is_process else 130
-    except (ValueError, RuntimeError, ArithmeticError, OSError, ImportError) as error:
+    except (ValueError, RuntimeError, ArithmeticError, OSError, ImportError, MemoryError) as error:
         message = _disk_message(error) or (str(error) if is_ours(error) else None)
         if os.environ.get("VLA_ASYNC_DEBUG") or message is None:
             raise
         print(f"vla-async: {message}", file=sys.stderr)
         return _leave(1) if is_process and isinstance(error, ConfigError) else 1
     return 0
+
+
+def _plain_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """What a user of the command line wants to know of a warning: what it says."""
+    return f"warning: {message}\n"
 
 
 def _leave(code: int) -> NoReturn:

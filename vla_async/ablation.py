@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
-import dataclasses
 import importlib
 import io
+import itertools
 import json
-import math
-import statistics
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vla_async.interrupts import Interrupts
+from vla_async.monitor.figures import Figures, ablation_table, read_figures, to_json
 from vla_async.refusals import ConfigError
-
-if TYPE_CHECKING:
-    from vla_async.monitor.report import Table
 
 SWITCHES = ("placement", "train_async", "async_interaction", "streamer")
 LOOP = "--trainer.fit_loop."
+FIGURES = "figures.json"  # in the run directory, after every run anew
+_END_S = 60.0  # for a run to end after Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -42,35 +41,6 @@ class Row:
     def slug(self) -> str:
         """The name as one of a directory."""
         return "-".join("".join(letter if letter.isalnum() else " " for letter in self.name).split())
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What one run did after its first updates. NaN is what its loop does not log.
-
-    Attributes:
-        env_steps_per_s: env steps trained on per second of wall clock, validation left out.
-        update_s: seconds per update.
-        wait_s: seconds per update in which the trainer had nothing to train on.
-        last_arrival_to_step_s: from when the trainer had the last trajectory of an update to the end of the first epoch.
-        worker_idle: share of the time in which the env workers waited for decisions or slots.
-        replica_idle: share of the time in which the replicas had no request.
-        trainer_idle: share of the time in which the trainer had no data.
-        staleness_mean: of the trajectories that were trained on.
-        staleness_max: of the trajectories that were trained on.
-        success: success_once of the last validation.
-    """
-
-    env_steps_per_s: float
-    update_s: float
-    wait_s: float
-    last_arrival_to_step_s: float
-    worker_idle: float
-    replica_idle: float
-    trainer_idle: float
-    staleness_mean: float
-    staleness_max: float
-    success: float
 
 
 def ablation_rows(placement: Mapping[str, Any]) -> list[Row]:
@@ -103,6 +73,8 @@ def ablate(args: Sequence[str]) -> dict[str, list[Figures]]:
         RuntimeError: if a row fails, with what it said.
     """
     options, rest = _parse(args)
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        raise ConfigError(f"--json {options.json}: there is no directory {options.json.resolve().parent}; make it first")
     for arg in rest:
         if arg.partition("=")[0].removeprefix(LOOP).removeprefix("init_args.") in SWITCHES[1:]:
             raise ConfigError(f"{arg.partition('=')[0]} is what ablate turns on and off itself; leave it out")
@@ -115,11 +87,15 @@ def ablate(args: Sequence[str]) -> dict[str, list[Figures]]:
 
     trainer = config["trainer"]
     directory = RunDirectory.create(Path(trainer["root_dir"]), f"{trainer['name']}_ablation").path
-    results = measure(ablation_rows(placement), config, directory, options.repeats, say=lambda text: print(text, flush=True))
+    try:
+        results = measure(ablation_rows(placement), config, directory, options.repeats, lambda text: print(text, flush=True))
+    except KeyboardInterrupt:
+        print(f"interrupted; what was measured is in {directory / FIGURES}", flush=True)
+        raise
     ablation_table(results, f"{trainer['name']}, {options.steps} updates per run").print()
     print(f"run directory: {directory}")
     if options.json is not None:
-        options.json.write_text(json.dumps(to_json(results), indent=1))
+        options.json.write_text((directory / FIGURES).read_text())
     return results
 
 
@@ -157,10 +133,18 @@ def resolve(args: Sequence[str]) -> dict[str, Any]:
     import yaml
 
     from vla_async.cli import VLACLI
+    from vla_async.state import find_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         VLACLI(["fit", *args, "--print_config"])
     config: dict[str, Any] = yaml.safe_load(printed.getvalue())
+    if config.get("ckpt_path") is not None:
+        raise ConfigError(
+            "--ckpt_path resumes a run, but ablate begins new ones; start them from weights: --trainer.init_from"
+        )
+    trainer = config["trainer"]  # the runs have names of their own, so `last` and `best` would not be found
+    found = find_checkpoint(trainer["init_from"], Path(trainer["root_dir"]), trainer["name"], prefer="sft")
+    trainer["init_from"] = None if found is None else str(found[1].resolve())
     return config
 
 
@@ -202,7 +186,7 @@ def measure(
     Args:
         rows: what to run.
         config: the recipe, with its ``trainer.max_steps``.
-        directory: where the recipe, the runs and what they say are written.
+        directory: where the recipe, the runs, what they say and all figures are written.
         repeats: how often.
         say: is told how far it is.
 
@@ -214,87 +198,32 @@ def measure(
     recipe = directory / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(dict(config), sort_keys=False))
     results: dict[str, list[Figures]] = {row.name: [] for row in rows}
-    for repeat in range(1, repeats + 1):
-        for row in rows:
+    with Interrupts() as interrupts:
+        for repeat, row in itertools.product(range(1, repeats + 1), rows):
             name = f"{row.slug}-{repeat}"
             command = ["fit", "--config", str(recipe), *row.overrides, f"--trainer.root_dir={directory}"]
-            _run([*command, f"--trainer.name={name}"], directory / f"{name}.log", row.name)
+            _run([*command, f"--trainer.name={name}"], directory / f"{name}.log", row.name, interrupts)
             (metrics,) = (directory / name).glob("*/metrics.csv")
             results[row.name].append(read_figures(metrics, skip=max(1, config["trainer"]["max_steps"] // 4)))
+            (directory / FIGURES).write_text(json.dumps(to_json(results), indent=1))
             say(f"  {row.name} {repeat}/{repeats}: {results[row.name][-1].env_steps_per_s:,.1f} env steps/s")
     return results
 
 
-def _run(args: Sequence[str], log: Path, name: str) -> None:
+def _run(args: Sequence[str], log: Path, name: str, interrupts: Interrupts) -> None:
     with log.open("w") as out:
         process = subprocess.Popen([sys.executable, "-m", "vla_async", *args], stdout=out, stderr=subprocess.STDOUT)
         try:
             process.wait()
         except BaseException:
-            process.wait()  # Ctrl-C has reached it too
+            with interrupts.shielded():  # Ctrl-C may have reached it too, and counts once
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+                process.kill()
+                process.wait()
             raise
     if process.returncode:
         said = [line for line in log.read_text().splitlines() if line.strip()]
         problem = said[-1].removeprefix("vla-async: ") if said else f"exit code {process.returncode}"
         raise RuntimeError(f"row {name!r} failed: {problem}\n  all that it said: {log}")
-
-
-def read_figures(metrics: Path, skip: int) -> Figures:
-    """What a run's ``metrics.csv`` says of the updates after the first ``skip``."""
-    with metrics.open() as file:
-        lines = [{name: float(value) for name, value in line.items() if value} for line in csv.DictReader(file)]
-    updates = [line for line in lines if "time/env_steps_per_s" in line]
-    first, last, kept = updates[skip - 1], updates[-1], updates[skip:]
-    elapsed = last["elapsed_s"] - first["elapsed_s"]
-
-    def values(name: str) -> list[float]:
-        return [line.get(name, math.nan) for line in kept]
-
-    def share(name: str) -> float:  # of the time, so that a long update counts for more
-        times = values("time/update_s")
-        return sum(part * time for part, time in zip(values(name), times, strict=True)) / sum(times)
-
-    return Figures(
-        env_steps_per_s=(last["env_steps"] - first["env_steps"]) / elapsed,
-        update_s=elapsed / len(kept),
-        wait_s=statistics.mean(values("time/wait_s")),
-        last_arrival_to_step_s=statistics.median(values("time/last_arrival_to_step_s")),
-        worker_idle=share("worker/idle_share"),
-        replica_idle=share("replica/idle_share"),
-        trainer_idle=share("trainer/idle_share"),
-        staleness_mean=statistics.mean(values("staleness/mean")),
-        staleness_max=max(values("staleness/max")),
-        success=[math.nan, *(line["validate/success_once"] for line in lines if "validate/success_once" in line)][-1],
-    )
-
-
-def median(runs: Sequence[Figures]) -> Figures:
-    """Each figure's median over runs."""
-    return Figures(**{f.name: statistics.median(getattr(run, f.name) for run in runs) for f in dataclasses.fields(Figures)})
-
-
-def ablation_table(results: Mapping[str, Sequence[Figures]], title: str) -> Table:
-    """The medians, each row's rate relative to the first one's."""
-    from vla_async.monitor.report import Table
-
-    header = ["", "env steps/s", "vs first", "idle: env workers", "replicas", "trainer", "staleness mean", "max", "success"]
-    table, base = Table(header, title=title), median(next(iter(results.values())))
-    for name, runs in results.items():
-        row = median(runs)
-        idle = [_text(share, ".0%") for share in (row.worker_idle, row.replica_idle, row.trainer_idle)]
-        age = [_text(row.staleness_mean, ".2f"), _text(row.staleness_max, ".0f")]
-        gain = f"{row.env_steps_per_s / base.env_steps_per_s - 1.0:+.0%}"
-        table.rows.append([name, f"{row.env_steps_per_s:,.1f}", gain, *idle, *age, _text(row.success, ".2f")])
-    return table
-
-
-def _text(value: float, how: str) -> str:
-    return "–" if math.isnan(value) else format(value, how)
-
-
-def to_json(results: Mapping[str, Sequence[Figures]]) -> dict[str, list[dict[str, float | None]]]:
-    """All figures as JSON can hold them: null for what was not logged."""
-    return {
-        name: [{key: None if math.isnan(value) else value for key, value in vars(run).items()} for run in runs]
-        for name, runs in results.items()
-    }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import signal
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -21,16 +22,25 @@ class Interrupts:
 
     Args:
         same_s: seconds after an interrupt in which no other is raised.
+        heed_s: seconds that the main thread has to hear of a signal.
+
+    Attributes:
+        unheeded: called, from another thread, when it has not: it waits outside of Python for what may never come, and this
+            has to end the wait. None for nothing to do.
     """
 
-    def __init__(self, same_s: float = 3.0) -> None:
-        self.same_s = same_s
+    def __init__(self, same_s: float = 3.0, heed_s: float = 5.0) -> None:
+        self.same_s, self.heed_s = same_s, heed_s
+        self.unheeded: Callable[[], None] | None = None
+        self._watch: _Watch | None = None
         self._depth, self._raised_at = 0, -math.inf
         self._pending = ""  # the name of the signal that is held back
         self._previous: dict[int, Any] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if self._watch is not None:
+            self._watch.hear()
         if self._depth:
             self._pending = name
         elif time.monotonic() - self._raised_at > self.same_s:
@@ -45,9 +55,14 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)
+            if self.unheeded is not None:
+                self._watch = _Watch(self.same_s, self.heed_s, self.unheeded)
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set from Python
         self._previous = {}
@@ -72,3 +87,44 @@ class Interrupts:
         finally:
             self._depth -= 1
             self._pending = ""
+
+
+class _Watch:
+    """A thread that learns of every signal at once, and looks whether the main thread does. Made in the main thread.
+
+    Args:
+        same_s: a signal so soon after one that was heard of counts as heard of: Python may call a handler once for both.
+        heed_s: seconds that the main thread has.
+        unheeded: called when they are over.
+    """
+
+    def __init__(self, same_s: float, heed_s: float, unheeded: Callable[[], None]) -> None:
+        self._same_s, self._heed_s, self._unheeded = same_s, heed_s, unheeded
+        self._heard, self._heard_at, self._closed = threading.Event(), -math.inf, False
+        self._ears, self._mouth = socket.socketpair()
+        self._mouth.setblocking(False)
+        self._previous = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+
+    def hear(self) -> None:
+        """Note that the main thread handles a signal."""
+        self._heard_at = time.monotonic()
+        self._heard.set()
+
+    def _listen(self) -> None:
+        while numbers := self._ears.recv(64):
+            self._heard.clear()
+            if not set(numbers) & {signal.SIGINT, signal.SIGTERM} or time.monotonic() - self._heard_at < self._same_s:
+                continue
+            if not self._heard.wait(self._heed_s) and not self._closed:
+                self._unheeded()
+
+    def close(self) -> None:
+        """Leave the signals to who had them before."""
+        self._closed = True
+        signal.set_wakeup_fd(self._previous)
+        self._heard.set()
+        self._mouth.close()
+        self._thread.join()
+        self._ears.close()

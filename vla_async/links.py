@@ -1,8 +1,8 @@
 """Links between the ranks of one host: how rank 0 finds the others, tells them what to do, and notices when one is lost.
 
-The ranks meet for gradients elsewhere. Over a link, which is a local socket without a name in the file system, go small
-messages and the file descriptors of shared memory. When either end of it is gone, the other learns so at once, and a rank
-whose main thread does not end by itself then is ended by the thread that listens.
+The ranks meet for gradients elsewhere. Over a link, a local socket without a name in the file system, go small messages and
+the file descriptors of shared memory. When either end of it is gone, the other learns so at once, and a rank whose main thread
+does not end by itself then is ended by the thread that listens.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class LeadingLinks:
                 if rank in self._processes and self._processes[rank].poll() is not None and rank not in self._links:
                     raise RankError(f"rank {rank} {self._how(rank)} before it joined; what it printed says why")
             if time.monotonic() > deadline:
-                raise RankError(f"{_ranks(missing)} did not join within {limit_s:g} s (see trainer.rank_timeout_s)")
+                who = " and ".join(map(str, missing))
+                raise RankError(f"rank {who} did not join within {limit_s:g} s (see trainer.rank_timeout_s)")
         self._socket.close()
         threading.Thread(target=self._listen, name="rank links", daemon=True).start()
 
@@ -127,7 +128,7 @@ class LeadingLinks:
                 del ends[link]
                 self._left.discard(rank)
                 if what != "done" and not self._ending.is_set() and self.trouble is None:
-                    self._lose(rank, f"failed: {text[0]}" if what == "failed" else self._how(rank))
+                    self._lose(rank, text[0] if what == "failed" else self._how(rank))
         self._heard.set()
 
     def _lose(self, rank: int, how: str) -> None:
@@ -155,23 +156,31 @@ class LeadingLinks:
 
     # ------------------------------------------------------------------ the end
 
+    def kill(self) -> None:
+        """End the ranks that this process has started, at once."""
+        for process in self._processes.values():
+            process.kill()
+
     def fail(self, error: BaseException) -> None:
         """This rank's run has failed: the others end too."""
         self._ending.set()
-        self.tell("failed", _text(error))
+        self.tell("failed", _end(error))
 
     def close(self) -> None:
         """Wait until all other ranks have ended, a moment only; end those that this process has started and that hang."""
         self._ending.set()
         self._socket.close()
         deadline = time.monotonic() + END_S
-        if self._links:
-            self._heard.wait(END_S)
-        for process in self._processes.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, deadline - time.monotonic()))
-            process.kill()
-            process.wait()
+        try:
+            if self._links:
+                self._heard.wait(END_S)
+            for rank in self._links.keys() & self._processes.keys():
+                with suppress(subprocess.TimeoutExpired):
+                    self._processes[rank].wait(max(0.1, deadline - time.monotonic()))
+        finally:
+            self.kill()
+            for process in self._processes.values():
+                process.wait()
         for link in self._links.values():
             link.close()
 
@@ -203,11 +212,11 @@ class FollowingLink:
                 if message[0] == _BLOCK:
                     message = SharedBlock.attach(message[1], recv_handle(self._link), message[2])
             except (EOFError, OSError):
-                message = ("failed", "it ended")
+                message = ("failed", "ended")
             if isinstance(message, tuple) and message[0] == "failed":
                 break
             self._inbox.put(message)
-        error = RankError(f"rank {self.rank} ends, for rank 0 has failed: {message[1]}")
+        error = RankError(f"rank {self.rank} ends, for rank 0 {message[1]}")
         self._inbox.put(error)
         time.sleep(GRACE_S)
         if not self._done:  # the main thread computes, or waits where nobody will come
@@ -234,7 +243,7 @@ class FollowingLink:
     def fail(self, error: BaseException) -> None:
         """Tell rank 0 why this rank ends."""
         with suppress(OSError):
-            self._link.send(("failed", _text(error)))
+            self._link.send(("failed", _end(error)))
 
     def close(self) -> None:
         """Tell rank 0 that this rank is through."""
@@ -276,12 +285,11 @@ def _peer(end: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank {' and '.join(map(str, numbers))}"
+def _end(error: BaseException) -> str:
+    """What an error means to the other ranks, after the name of its rank."""
+    if isinstance(error, KeyboardInterrupt):
+        return f"was interrupted ({error})"
+    return f"failed: {type(error).__name__}: {error}"
 
 
 def _leave(message: str) -> None:

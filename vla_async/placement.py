@@ -36,9 +36,11 @@ class Placement:
             raise ValueError(f"placement.mode={self.mode!r} needs placement.rollout_devices, for example ['cuda:1']")
         for device in self.rollout_devices or []:
             try:
-                torch.device(device)
+                kind = torch.device(device).type
             except RuntimeError as error:
                 raise ValueError(f"placement.rollout_devices has {device!r}: {error}") from None
+            if kind not in ("cpu", "cuda"):
+                raise ValueError(f"placement.rollout_devices has {device!r}: choose cpu, or cuda with an index")
 
     def replicas(self, trainer_devices: Sequence[torch.device]) -> list[torch.device]:
         """The device of each replica.

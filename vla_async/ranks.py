@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -188,6 +189,11 @@ class Ranks:
             if link is not None:
                 link.fail(error)
 
+    def end_others(self) -> None:
+        """Kill the ranks that this process has started: one of them hangs, and a wait for it ends with it."""
+        if self.links is not None:
+            self.links.kill()
+
     def cause(self) -> RuntimeError | None:
         """What became of another rank, if one was lost."""
         return None if self.links is None else self.links.cause()
@@ -212,6 +218,7 @@ class Ranks:
             SystemExit: on all ranks but 0.
         """
         if not self.is_first:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends as it is, and Python's way out takes a while
             raise SystemExit(0)
 
     # ------------------------------------------------------------------ what all ranks must agree on

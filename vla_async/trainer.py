@@ -238,8 +238,10 @@ class AsyncTrainer:
         start = resumed or find_checkpoint(self.init_from, self.root_dir, self.name, prefer="sft")
         self.origin = start[1] if start else None
         check_pair(policy, env)
-        loop.check(self)
-        self._open_run(self.ranks)
+        for part in (loop, *self.callbacks):
+            part.check(self)
+        with self.interrupts:
+            self._open_run(self.ranks)
         with winding_up(self, loop):
             self._set_up(loop.stage, loop.open(self))
             if resumed:

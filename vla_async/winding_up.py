@@ -21,6 +21,7 @@ def winding_up(trainer: AsyncTrainer, loop: Loop | None = None) -> Iterator[None
     the error, whatever it has led to here. An interrupt is for rank 0 alone, which ends the others.
     """
     status, interrupts, ranks = "success", trainer.interrupts, trainer.ranks
+    interrupts.unheeded = ranks.end_others if ranks.links is not None else None
     with ExitStack() as around:
         around.enter_context(interrupts)
         num_ranks = 1 if loop is None else ranks.settings.num_ranks

@@ -89,7 +89,16 @@ def test_it_lowers_the_bound_until_it_cannot(tmp_path: Path) -> None:
     said = [str(warning.message) for warning in caught if "max_staleness" in str(warning.message)]
     assert "max_staleness is now 2" in said[0]
     assert "max_staleness is now 1" in said[1]
-    assert all("max_staleness stays 1" in message for message in said[2:])
+    assert len(said) == 3, "what does not change is said once"
+    assert "max_staleness stays 1" in said[2]
+
+
+def test_it_says_once_that_a_bound_of_0_cannot_be_lowered(tmp_path: Path) -> None:
+    alert = StalenessAlert(kl=0.0, action="lower")
+    with pytest.warns(UserWarning, match="kl") as caught:
+        fit(tmp_path, known(PPO()), ClockEnvs(num_envs=4), alert, max_steps=6, max_staleness=1, update_epochs=2)
+    said = [str(warning.message).partition("max_staleness ")[2] for warning in caught]
+    assert [text for text in said if text] == ["is now 0", "stays 0: there is no lower one"]
 
 
 def test_it_refuses_to_lower_what_a_loop_does_not_have(tmp_path: Path) -> None:
@@ -97,6 +106,7 @@ def test_it_refuses_to_lower_what_a_loop_does_not_have(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, fit_loop=SyncFitLoop(), callbacks=[alert], max_steps=1)
     with pytest.raises(ValueError, match=r"action='lower': SyncFitLoop has no max_staleness; use StreamingFitLoop"):
         trainer.fit(known(PPO()), ClockEnvs())
+    assert not list(tmp_path.iterdir()), "nothing was started for it"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,21 +126,48 @@ def test_a_killed_rank_0_ends_the_others_and_its_workers(tmp_path: Path) -> None
         wait_until(lambda: not started_processes().keys() - before.keys(), "no process is left")
 
 
-def test_a_rank_that_rank_0_has_started_is_named_with_its_signal(tmp_path: Path) -> None:
-    """By the command itself, which it runs again for the other rank."""
-    command = [sys.executable, "-m", "tests.faults.ranks_run", str(tmp_path)]
-    with (tmp_path / "stdout").open("w") as out, (tmp_path / "stderr").open("w") as err:
+@contextmanager
+def two_ranks(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run whose command runs again for the other rank; in the end no process of it may be left."""
+    command = [sys.executable, "-m", "tests.faults.ranks_run", str(directory)]
+    with (directory / "stdout").open("w") as out, (directory / "stderr").open("w") as err:
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(REPOSITORY)}
         streams: dict[str, Any] = {"stdout": out, "stderr": err, "text": True}
         process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True, **streams)
     try:
-        wait_for_step(process, tmp_path, 2)
-        os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGKILL)
+        yield process
         process.wait(timeout=100)
         wait_until(lambda: not processes_of_session(process.pid), "no process is left", seconds=30.0)
     finally:
         for pid in processes_of_session(process.pid):
             os.kill(pid, signal.SIGKILL)
         process.wait()
+
+
+def test_a_rank_that_rank_0_has_started_is_named_with_its_signal(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as process:
+        wait_for_step(process, tmp_path, 2)
+        os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGKILL)
     assert process.returncode == 1
     assert "was killed by SIGKILL; the run ends" in said(tmp_path)
+
+
+def test_ctrl_c_ends_a_run_in_which_a_rank_hangs(tmp_path: Path) -> None:
+    """Rank 0 waits for it outside of Python, where it would hear of no signal for half an hour."""
+    with two_ranks(tmp_path) as process:
+        wait_for_step(process, tmp_path, 2)
+        os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGSTOP)
+        time.sleep(1.0)  # it is waited for
+        process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in said(tmp_path)
+    [last] = tmp_path.glob("test/*/checkpoints/last.ckpt")
+    assert read_checkpoint(last)["counters"]["step"] >= 2
+
+
+def test_ctrl_c_twice_while_the_ranks_come_together_leaves_none_behind(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as process:
+        wait_until(lambda: len(processes_of_session(process.pid)) > 1, "the other rank is started", seconds=100.0)
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+    assert "KeyboardInterrupt" in said(tmp_path)

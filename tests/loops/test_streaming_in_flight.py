@@ -268,3 +268,15 @@ def test_a_bound_that_is_lowered_in_the_last_step_is_that_of_the_checkpoint(
     _, more = fit(tmp_path, known(SpyPPO()), ClockEnvs(), max_steps=6, ckpt_path=str(last(trainer)), **settings)
     assert {metrics["staleness/bound"] for metrics in more.values()} == {1.0}
     assert all(balance(metrics) for metrics in more.values())
+
+
+@pytest.mark.parametrize("in_flight", ["drop", "save"])
+@pytest.mark.parametrize("before", [{"max_staleness": 1}, {"max_staleness": 0, "train_async": False, "streamer": False}])
+def test_a_resumed_run_has_the_bound_that_it_is_given(before: dict[str, Any], in_flight: str, tmp_path: Path) -> None:
+    """A run that was synchronous, or narrower, would stay so for ever, whatever its settings say."""
+    common: dict[str, Any] = {"in_flight": in_flight}
+    trainer, _ = fit(tmp_path, known(SpyPPO()), ClockEnvs(), max_steps=2, **common, **before)
+    wider: dict[str, Any] = {"max_staleness": 3, "ckpt_path": str(last(trainer))}
+    _, more = fit(tmp_path, known(SpyPPO()), ClockEnvs(), max_steps=5, **common, **wider)
+    assert {metrics["staleness/bound"] for metrics in more.values()} == {3.0}
+    assert all(balance(metrics) for metrics in more.values())

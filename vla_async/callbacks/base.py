@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 class Callback:
     """Hooks that do nothing; override those you need. ``trainer.state`` and ``trainer.run`` tell the rest."""
 
+    def check(self, trainer: AsyncTrainer) -> None:
+        """Training is asked for, and nothing is started yet.
+
+        Raises:
+            ValueError: if this cannot work with the trainer's settings; names the setting and the fix.
+        """
+
     def on_start(self, trainer: AsyncTrainer) -> None:
         """Training starts; policy, optimizer and envs are ready, a checkpoint is loaded."""
 

@@ -30,7 +30,7 @@ class StalenessAlert(Callback):
             equal, or success and return were the same in all of the updates. 0 for never.
         patience: a threshold has to be exceeded in so many updates in a row.
         action: ``warn``; ``stop`` ends the run after this update, as if its budget were spent; ``lower`` lowers η of a
-            :class:`StreamingFitLoop` by one, and warns where that is no longer possible or does not help.
+            :class:`StreamingFitLoop` by one, and says so, once, when that is no longer possible.
 
     Raises:
         ValueError: names the setting, its value and the fix.
@@ -69,21 +69,25 @@ class StalenessAlert(Callback):
         self.no_signal_updates, self.patience, self.action = no_signal_updates, patience, action
         self._forget()
 
+    def check(self, trainer: AsyncTrainer) -> None:
+        """Refuse to lower what there is not.
+
+        Raises:
+            ValueError: if there is no η that could be lowered.
+        """
+        if self.action == "lower" and not isinstance(trainer.fit_loop, StreamingFitLoop):
+            name = type(trainer.fit_loop).__name__
+            raise ValueError(f"staleness_alert.action='lower': {name} has no max_staleness; use StreamingFitLoop, or warn")
+
     def _forget(self) -> None:
         self._exceeded = dict.fromkeys(self.thresholds, 0)
         self._outcomes: deque[tuple[float, float]] = deque(maxlen=self.no_signal_updates)
         self._equal = 0
 
     def on_start(self, trainer: AsyncTrainer) -> None:
-        """Begin to count anew.
-
-        Raises:
-            ValueError: if there is no η that could be lowered.
-        """
+        """Begin to count anew."""
+        self._stuck_at = -1
         self._forget()
-        if self.action == "lower" and not isinstance(trainer.fit_loop, StreamingFitLoop):
-            name = type(trainer.fit_loop).__name__
-            raise ValueError(f"staleness_alert.action='lower': {name} has no max_staleness; use StreamingFitLoop, or warn")
 
     def on_step_end(self, trainer: AsyncTrainer, metrics: Mapping[str, float]) -> None:
         """Compare, and act if it is time to."""
@@ -123,11 +127,16 @@ class StalenessAlert(Callback):
             trainer.state.stopped = True
             what += "; the run stops"
         if self.action == "lower":
-            assert isinstance(trainer.fit_loop, StreamingFitLoop)  # on_start has made sure of it
+            assert isinstance(trainer.fit_loop, StreamingFitLoop)  # check has made sure of it
             bound = int(metrics["staleness/bound"])
+            if bound == self._stuck_at:
+                return
             try:
+                if bound == 0:
+                    raise ValueError("there is no lower one")
                 trainer.fit_loop.lower_staleness(bound - 1)
             except ValueError as error:
+                self._stuck_at = bound
                 what += f"; max_staleness stays {bound}: {error}"
             else:
                 what += f"; max_staleness is now {bound - 1}"

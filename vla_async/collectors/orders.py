@@ -178,7 +178,7 @@ class FleetSettings:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be a positive number of seconds")
         if not 0 <= self.max_wait_s < float("inf"):  # an env without a slot would be waited for, for ever
-            raise ValueError(f"max_wait_s={self.max_wait_s} must be 0 or a positive number of seconds")
+            raise ValueError(f"max_wait_s={self.max_wait_s} must be a finite number of seconds, 0 or more")
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts} must not be negative")
         if not self.policy_devices:

@@ -26,7 +26,8 @@ class FreeSlots:
 
     def give(self, slots: Sequence[int]) -> None:
         """Let the envs have some slots, except as many as are to be withheld."""
-        withheld, free = list(slots[: self._to_withhold]), slots[self._to_withhold :]
+        # lists: NumPy would take a tuple for an index per dimension
+        withheld, free = list(slots[: self._to_withhold]), list(slots[self._to_withhold :])
         self._to_withhold -= len(withheld)
         self.board.state[withheld] = SlotState.WITHHELD
         with self._lock:

@@ -37,7 +37,7 @@ class Rollouts:
         trainer: whose policy acts.
         straggler: what becomes of a trajectory in progress that would get too old.
         selection: which trajectories are preferred.
-        max_staleness: η. A resumed run goes on with what it was lowered to.
+        max_staleness: η. A run that is resumed with the η that it had goes on with what that was lowered to.
         in_flight: whether checkpoints hold, and a resumed run consumes, what was finished and not consumed.
         state: of an earlier run, from :meth:`state_dict`.
 
@@ -61,7 +61,9 @@ class Rollouts:
     ) -> None:
         self.fleet, self.plan, self.device = fleet, plan, trainer.fabric.device
         self.straggler, self.selection, self.in_flight = straggler, selection, in_flight
-        self.max_staleness = min(max_staleness, state["max_staleness"]) if state else max_staleness
+        self._set_staleness = max_staleness
+        unchanged = state is not None and state["max_staleness_set"] == max_staleness
+        self.max_staleness = state["max_staleness"] if state is not None and unchanged else max_staleness
         if state and len(state["counts"]["episodes"]) != fleet.num_rows:
             raise ValueError(
                 f"the checkpoint is of a run with env.num_envs={len(state['counts']['episodes'])}, not {fleet.num_rows}; "
@@ -223,12 +225,16 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: how far the random streams are, and what was counted."""
         counts, queue = asdict(self.fleet.counts), self.fleet.queue.counts()
-        return {"counts": counts, "queue": queue, "max_staleness": self.max_staleness}
+        return {"counts": counts, "queue": queue, **self._bounds()}
+
+    def _bounds(self) -> dict[str, int]:
+        """η as it is, and as it was set."""
+        return {"max_staleness": self.max_staleness, "max_staleness_set": self._set_staleness}
 
     def snapshot(self) -> dict[str, Any]:
         """What :func:`completed` adds to a state when a checkpoint is written; copies the slots that are to be saved."""
         if self.in_flight == "drop":
-            return {"max_staleness": self.max_staleness}
+            return self._bounds()
         bundles, in_progress = self.fleet.queue.unconsumed()
         waiting = save_bundles(self.fleet.slab, bundles)
         state = self.state_dict()  # after the slots: no episode that one of them holds is played again
@@ -250,7 +256,7 @@ def completed(state: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     if "waiting" not in now:
         return state | now
     queue = counts_when_saved(now["queue"], state["queue"]["consumed"], now["in_progress"])
-    return {name: now[name] for name in ("counts", "max_staleness", "waiting")} | {"queue": queue}
+    return {name: value for name, value in now.items() if name != "in_progress"} | {"queue": queue}
 
 
 def read_dealt(slab: Slab, slots: list[int], device: torch.device, *, grouped: bool, version: int) -> TensorDictBase:

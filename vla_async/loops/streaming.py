@@ -7,25 +7,24 @@ The picture is that of ``vla_async/trainer.py``. One update::
        ──▶ optimizer step(s) ──▶ WeightPublisher, version v+1 ──▶ the update's slots are free
 
 A slot holds a fragment of one env's decisions or, for an objective that needs whole episodes, one episode. For GRPO the k-th
-episodes of a group's envs start in the same state, and are handed on together as soon as the last of them has ended. An
-update in which no element is valid, because all groups were equal, makes no optimizer step. It counts all the same, and the
-weights are published again under the next version, so that a version is always a number of updates.
+episodes of a group's envs start in the same state, and are handed on together. An update without a valid element, for all
+groups were equal, makes no optimizer step but counts: the weights are published again, so a version is a number of updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from tensordict import TensorDictBase
 
 from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.orders import FleetSettings
-from vla_async.collectors.shards import make_shards
+from vla_async.collectors.shards import check_counts, make_shards
 from vla_async.data.in_flight import InFlight
 from vla_async.data.queue import Straggler
-from vla_async.data.selection import SELECTIONS, Selection
+from vla_async.data.selection import Selection
 from vla_async.data.streamer import Streamer, valid_decisions
 from vla_async.envs.base import EnvSpec
 from vla_async.fabric import autocast_dtype
@@ -66,12 +65,10 @@ class StreamingFitLoop(SyncFitLoop):
         max_staleness: η: no decision is consumed more than η updates after it was made. η + 1 global batches are in flight.
         straggler: what becomes of a fragment in progress that would get too old: ``wait``, ``cut`` or ``drop``. A whole
             episode cannot be cut; of one that is dropped, the group goes on without it.
-        selection: which of the trajectories that wait are preferred, as far as the bound leaves a choice: ``oldest``,
-            ``freshest`` or ``balanced_tasks``; see :data:`vla_async.data.selection.Selection`.
-        in_flight: what becomes of trajectories that are finished and not consumed yet when a checkpoint is written.
-            ``drop``: a resumed run has lost and counts them. ``save``: the checkpoint holds them, and a resumed run
-            consumes them first, still within the bound. Those in progress are lost in either case, as a simulator's
-            state cannot be saved; their episodes are not played again.
+        selection: which of the trajectories that wait are preferred, see :data:`vla_async.data.selection.Selection`.
+        in_flight: what becomes of trajectories that are finished and not consumed when a checkpoint is written. ``drop``: a
+            resumed run has lost and counts them. ``save``: it consumes them first, within the bound. Those in progress are
+            lost in either case, and their episodes are not played again.
         placement: which device plays which role.
         max_batch_size: Bmax, the most rows of a forward pass of a replica.
         max_wait_s: Tmax, how long the oldest request waits for others.
@@ -105,43 +102,46 @@ class StreamingFitLoop(SyncFitLoop):
     ) -> None:
         super().__init__(decisions_per_env, update_epochs, mini_batch_size, micro_batch_size, max_grad_norm, env_timeout_s)
         if fragments_per_update is not None and fragments_per_update < 1:
-            raise ValueError(
-                f"fit_loop.fragments_per_update={fragments_per_update} must be at least 1, or null (one per env)"
-            )
+            raise ValueError(f"fit_loop.fragments_per_update={fragments_per_update} must be at least 1 (null: one per env)")
         if max_staleness < 0:
             raise ValueError(f"fit_loop.max_staleness={max_staleness} must not be negative")
         if train_async and max_staleness == 0:
             raise ValueError(
                 "fit_loop.max_staleness=0 lets no rollout run beside training; raise it, or set train_async=false"
             )
-        if straggler not in ("wait", "cut", "drop"):
-            raise ValueError(f"fit_loop.straggler={straggler!r}: choose wait, cut or drop")
-        if selection not in SELECTIONS:
-            raise ValueError(f"fit_loop.selection={selection!r}: choose {', '.join(SELECTIONS)}")
-        if in_flight not in ("drop", "save"):
-            raise ValueError(f"fit_loop.in_flight={in_flight!r}: choose drop or save")
+        choices = [("straggler", straggler, Straggler), ("selection", selection, Selection)]
+        for name, value, known in (*choices, ("in_flight", in_flight, InFlight)):
+            if value not in get_args(known):
+                raise ValueError(f"fit_loop.{name}={value!r}: choose {', '.join(get_args(known))}")
         self.fragments_per_update, self.train_async, self.streamer = fragments_per_update, train_async, streamer
         self.async_interaction, self.straggler, self.placement = async_interaction, straggler, placement or Placement()
         self.max_staleness, self.selection = max_staleness if train_async else 0, selection
         self.in_flight, self.envs_per_worker, self.num_stages = in_flight, envs_per_worker, num_stages
         batching = {"max_batch_size": max_batch_size, "max_wait_s": max_wait_s, "async_interaction": async_interaction}
         self._settings: dict[str, Any] = {**batching, "max_restarts": max_restarts, "env_timeout_s": env_timeout_s}
-        FleetSettings(**self._settings)  # refuses what cannot work
+        try:
+            check_counts(envs_per_worker=envs_per_worker, num_stages=num_stages)
+            FleetSettings(**self._settings)
+        except ValueError as error:
+            raise ValueError(f"fit_loop.{error}") from None
         self._fleet: Fleet | None = None
         self._rollouts: Rollouts | None = None
 
     def check(self, trainer: AsyncTrainer) -> None:
         """Refuse what cannot work, before any worker starts."""
         super().check(trainer)
-        if self._plan(trainer).grouping is not None and self.straggler == "cut":
+        if self.plan(trainer).grouping is not None and self.straggler == "cut":
             raise ValueError(
                 f"fit_loop.straggler='cut' would cut episodes that {type(trainer.policy.objective).__name__} needs whole; "
                 "choose wait or drop"
             )
-        self._plan(trainer).check_room(self.max_staleness)
-        self._plan(trainer).check_devices(len(self.placement.rollout_devices or []))
+        if trainer.env.is_batched and self.envs_per_worker > 1:
+            raise ValueError(f"fit_loop.envs_per_worker={self.envs_per_worker}: a batched env is one process; set it to 1")
+        self.plan(trainer).check_room(self.max_staleness)
+        self.plan(trainer).check_devices(len(self.placement.rollout_devices or []))
 
-    def _plan(self, trainer: AsyncTrainer) -> SlotPlan:
+    def plan(self, trainer: AsyncTrainer) -> SlotPlan:
+        """How the decisions of an update are cut into slots."""
         assert trainer.policy.objective is not None  # SyncFitLoop has made sure of it
         return SlotPlan.make(
             trainer.env,
@@ -155,7 +155,7 @@ class StreamingFitLoop(SyncFitLoop):
         )
 
     def _global_batch(self, trainer: AsyncTrainer) -> tuple[int, str]:
-        plan = self._plan(trainer)
+        plan = self.plan(trainer)
         return plan.slots * plan.decisions, f"{plan.slots} trajectories of at most {plan.decisions}"
 
     def open(self, trainer: AsyncTrainer) -> EnvSpec:
@@ -168,7 +168,7 @@ class StreamingFitLoop(SyncFitLoop):
         devices = self.placement.replicas(trainer.ranks.settings.devices)
         autocast = autocast_dtype(trainer.precision)
         settings = FleetSettings(policy_devices=devices, seed=trainer.seed, autocast=autocast, **self._settings)
-        grouping = self._plan(trainer).grouping
+        grouping = self.plan(trainer).grouping
         shards, _ = make_shards(trainer.env, self.envs_per_worker, self.num_stages, grouping)
         self._fleet = Fleet(shards, settings)
         ready = self._fleet.open()
@@ -184,18 +184,19 @@ class StreamingFitLoop(SyncFitLoop):
             follow(self, trainer)
             return
         assert self._fleet is not None
-        state = trainer.state.loop
-        if state:
+        if state := trainer.state.loop:
             check_same_loop(state, "rollouts", self)
             self._shuffle.set_state(state["shuffle"])
         kind = DealtRollouts if trainer.ranks.several else Rollouts
         settings = (self.straggler, self.selection, self.max_staleness, self.in_flight, state.get("rollouts"))
-        self._rollouts = rollouts = kind(self._fleet, self._plan(trainer), trainer, *settings)
+        self._rollouts = rollouts = kind(self._fleet, self.plan(trainer), trainer, *settings)
         trainer.state.complete = self._completed
-        while not trainer.should_stop:
-            self._step_update(trainer, rollouts)
-        trainer.ranks.tell("stop")
-        print(rollouts.report())
+        try:
+            while not trainer.should_stop:
+                self._step_update(trainer, rollouts)
+            trainer.ranks.tell("stop")
+        finally:
+            print(rollouts.report())
 
     def _step_update(self, trainer: AsyncTrainer, rollouts: Rollouts) -> None:
         """One update, from its first trajectory to free slots."""
