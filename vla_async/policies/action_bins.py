@@ -73,3 +73,8 @@ def sample_bins(log_probs: Tensor, request_keys: Tensor | None) -> Tensor:
         level = uniform(request_keys, *shape)
     # the last sum can round to just below 1; scaled by it, a level never lies above
     return (cumulative < level.unsqueeze(-1) * cumulative[..., -1:]).sum(-1)
+
+
+def of_bins(log_probs: Tensor, bins: Tensor) -> Tensor:
+    """The log-probs ``[...]`` of some bins ``[...]``, out of those of all bins ``[..., bins]``."""
+    return log_probs.gather(-1, bins.unsqueeze(-1)).squeeze(-1)

@@ -9,6 +9,7 @@ from typing import Any
 
 from vla_async.envs.base import EnvSpec
 from vla_async.objectives.base import Objective
+from vla_async.policies.optimizers import check_optimizer
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,7 @@ def check_options(options: Mapping[str, Any], objective: Objective | None) -> No
     check("value", options["value"] in ("prefix", "suffix", None), "is unknown: choose prefix, suffix or null")
     for name in ("noise_hidden", "value_hidden"):
         check(name, all(width >= 1 for width in options[name]), "must be positive widths, for example [128, 64]")
-    for name in ("lr", "critic_lr"):
-        check(name, options[name] is None or 0.0 <= options[name] < math.inf, "must not be negative")
-    in_range = len(options["betas"]) == 2 and all(0.0 <= beta < 1.0 for beta in options["betas"])
-    check("betas", in_range, "must be two numbers in [0, 1)")
-    check("weight_decay", 0.0 <= options["weight_decay"] < math.inf, "must not be negative")
+    check_optimizer(check, options)
 
 
 def check_fit(shape: ModelShape, spec: EnvSpec, value: str | None) -> None:

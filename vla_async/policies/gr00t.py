@@ -157,6 +157,10 @@ class Gr00tPolicy(ReleasedFlowPolicy):
         backbone = self._net.backbone
         return {"none": [], "vision": [backbone.vision_model], "vlm": [backbone]}
 
+    def heads(self) -> list[nn.Module]:
+        net = self._net
+        return [net.state_encoder, net.action_encoder, net.action_decoder, net.position_embedding, net.future_tokens]
+
     def dims(self) -> tuple[int, int]:
         return self.sizes.context_dim, self.sizes.hidden_size
 

@@ -60,8 +60,8 @@ class OpenVLAOFTPolicy(VLAPolicy):
         value_hidden: widths of its hidden layers.
         detach_value: whether it reads without moving what it reads.
         freeze: what is not trained: ``none`` or ``vision``.
-        lora: fields of :class:`~vla_async.policies.adapters.LoRA`: of what ``freeze`` leaves, train low-rank additions to the
-            linear layers, the state's projection and the critic only. The token's output layer stays as it is.
+        lora: fields of :class:`~vla_async.policies.adapters.LoRA`: of what ``freeze`` leaves, train low-rank additions to
+            the linear layers, the state's projection and the critic only. The token's output layer stays as it is.
         gradient_checkpointing: whether the Llama's layers are computed again in the backward pass instead of kept.
         dtype: type of the network's weights; the critic and the statistics are always float32.
         lr: learning rate.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,3 +29,17 @@ def actor_critic_adamw(module: nn.Module, critic: str, options: Mapping[str, Any
             if params:
                 groups.append({"params": params, "lr": lr, "weight_decay": decay})
     return torch.optim.AdamW(groups, lr=options["lr"], betas=tuple(options["betas"]))
+
+
+def check_optimizer(check: Callable[[str, bool, str], None], options: Mapping[str, Any]) -> None:
+    """Refuse options of :func:`actor_critic_adamw` that cannot work.
+
+    Args:
+        check: takes an option's name, whether it is valid, and what to say if not.
+        options: ``lr``, ``critic_lr``, ``betas`` and ``weight_decay``.
+    """
+    for name in ("lr", "critic_lr"):
+        check(name, options[name] is None or 0.0 <= options[name] < math.inf, "must not be negative")
+    in_range = len(options["betas"]) == 2 and all(0.0 <= beta < 1.0 for beta in options["betas"])
+    check("betas", in_range, "must be two numbers in [0, 1)")
+    check("weight_decay", 0.0 <= options["weight_decay"] < math.inf, "must not be negative")

@@ -51,6 +51,10 @@ class Pi0Policy(PaliGemmaPolicy):
     def expert(self) -> nn.Module:
         return cast(nn.Module, cast(Any, self.network).model.dit)
 
+    def heads(self) -> list[nn.Module]:
+        model = cast(Any, self.network)
+        return [model.embed_action_time, model.action_out_proj]
+
     def make_prompt(self, tokenizer: Tokenizer, max_tokens: int) -> PromptTokenizer:
         """The instruction and a line break, whose token the releases append on its own."""
         return PromptTokenizer(tokenizer, max_tokens, "{instruction}", suffix=tokenizer("\n"))

@@ -74,6 +74,10 @@ class Pi05Policy(PaliGemmaPolicy):
     def expert(self) -> nn.Module:
         return cast(nn.Module, self.network.expert)
 
+    def heads(self) -> list[nn.Module]:
+        model = cast(Any, self.network)
+        return [model.action_in_proj, model.action_out_proj, model.time_mlp_in, model.time_mlp_out]
+
     def make_prompt(self, tokenizer: Tokenizer, max_tokens: int) -> PromptTokenizer:
         return PromptTokenizer(tokenizer, max_tokens, STATE_PROMPT)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vla_async import keys
 from vla_async.envs.base import EnvFactory, EnvSpec
 from vla_async.objectives.base import Objective
+from vla_async.policies.adapters import LoRA, choose_trained
 from vla_async.policies.checkpoints import TensorFiles, find_checkpoint, load_mapped
 from vla_async.policies.flow import FlowMatchingPolicy, ModelShape
 from vla_async.policies.images import Cameras
@@ -44,6 +45,8 @@ class ReleasedFlowPolicy(FlowMatchingPolicy):
             any, the state stays as it is until demonstrations are imitated, on which they are then measured.
         action_statistics: the same for actions; for random weights the envs' action bounds become -1 and 1 by default.
         freeze: which part is not trained: ``vision`` (the vision tower) or ``vlm`` (all but what makes the actions).
+        lora: fields of :class:`~vla_async.policies.adapters.LoRA`: of what ``freeze`` leaves, train low-rank additions to
+            the linear layers, what :meth:`heads` names and the critic only. None trains the weights themselves.
         gradient_checkpointing: compute activations a second time for the gradient instead of keeping them.
         dtype: of the network's weights. Updates as small as those of RL are lost in bfloat16 weights, so it is meant for
             evaluation; otherwise let the trainer's precision mix.
@@ -67,12 +70,14 @@ class ReleasedFlowPolicy(FlowMatchingPolicy):
         state_statistics: dict[str, Any] | None = None,
         action_statistics: dict[str, Any] | None = None,
         freeze: Freeze = "none",
+        lora: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
         dtype: WeightType = "float32",
         **flow: Any,
     ) -> None:
         own = {name: value for name, value in locals().items() if name not in ("self", "objective", "flow", "__class__")}
         _check(own)
+        LoRA.read(lora, objective)
         super().__init__(objective, **flow)
         self.save_hyperparameters(own)
         self._restoring = False
@@ -103,6 +108,10 @@ class ReleasedFlowPolicy(FlowMatchingPolicy):
     @abstractmethod
     def parts(self) -> dict[Freeze, list[nn.Module]]:
         """The modules of the network that each choice of ``freeze`` leaves untrained."""
+
+    @abstractmethod
+    def heads(self) -> list[nn.Module]:
+        """The modules of the network that are trained whole beside low-rank additions: around the actions."""
 
     @abstractmethod
     def dims(self) -> tuple[int, int]:
@@ -148,8 +157,8 @@ class ReleasedFlowPolicy(FlowMatchingPolicy):
             files = TensorFiles(release)
             load_mapped(self.network, files, self.key_map(list(files)))
         self.cast_network(getattr(torch, options["dtype"]))
-        for part in self.parts()[options["freeze"]]:
-            part.requires_grad_(False)
+        frozen = self.parts()[options["freeze"]]
+        choose_trained(self.network, options["lora"], frozen=frozen, whole=self.heads())
         return ModelShape(self.sizes.chunk_size, self.sizes.max_action_dim, *self.dims())
 
     def _build_processing(self, spec: EnvSpec) -> None:

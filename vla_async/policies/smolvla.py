@@ -101,6 +101,10 @@ class SmolVLAPolicy(ReleasedFlowPolicy):
         vlm = [net.vision, net.connector, net.embedding, net.layers, net.norm]
         return {"none": [], "vision": [net.vision], "vlm": vlm}
 
+    def heads(self) -> list[nn.Module]:
+        net = self._net
+        return [net.state_proj, net.action_in_proj, net.action_time_mlp_in, net.action_time_mlp_out, net.action_out_proj]
+
     def dims(self) -> tuple[int, int]:
         return int(self.sizes.text_config["hidden_size"]), self.sizes.width
 
