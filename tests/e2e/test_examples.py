@@ -26,6 +26,7 @@ def test_the_torchrl_script_learns_with_either_collector(collector: str, tmp_pat
     assert steps_and_returns[-1][1] > steps_and_returns[0][1] + 2.0, done.stdout
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("noise", ["flow_sde", "flow_noise"])
 def test_the_new_policy_learns_with_either_noise(noise: str, tmp_path: Path) -> None:
     """If this failed, reinforcement learning would not work through a flow: its log-prob would not be the one to move."""
