@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 VENV=.parity-venv
 STATE=$VENV/parity-setup    # the fingerprint of what it was made from
 LEROBOT_04=$VENV/lerobot-0.4 # packages that stand in front of those of $VENV for GR00T
-export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error PYTHONDONTWRITEBYTECODE=1 CUDA_VISIBLE_DEVICES=
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error CUDA_VISIBLE_DEVICES=
 
 fingerprint() {
     { pwd && cat scripts/parity/requirements*.txt; } | cksum
@@ -32,8 +32,8 @@ make_venv() {
     "$python" -m venv --clear "$VENV"
     echo "parity: installing LeRobot into $VENV (several GB, some minutes the first time)"
     local pip=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet)
-    "${pip[@]}" install -r scripts/parity/requirements.txt
-    "${pip[@]}" install --no-deps --target "$LEROBOT_04" -r scripts/parity/requirements-groot.txt
+    "${pip[@]}" install --no-compile -r scripts/parity/requirements.txt
+    "${pip[@]}" install --no-compile --no-deps --target "$LEROBOT_04" -r scripts/parity/requirements-groot.txt
     fingerprint >"$STATE"
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 FOLDER = Path(".parity-venv/cases")
 MODELS = ("pi0", "pi05", "smolvla", "groot")
 TOLERANCE = 1e-4
-SENSITIVITY = 1e-2  # each input has to change the velocity by this share, else equal numbers would say nothing of it
+SENSITIVITY = 20 * TOLERANCE  # each input has to change the velocity by this share, else equal numbers say nothing of it
 
 STATE_DIM, ACTION_DIM, HORIZON, NUM_STEPS = 5, 3, 6, 4
 MAX_STATE_DIM, MAX_ACTION_DIM = 8, 6
@@ -146,7 +147,14 @@ def write_tokenizer(folder: Path, bos: bool) -> None:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference, as a share of the largest value of ``theirs``."""
+    """Largest difference, as a share of the largest value of ``theirs``.
+
+    Raises:
+        ValueError: if the shapes differ, or a number is not finite.
+    """
     if ours.shape != theirs.shape:
         raise ValueError(f"shapes differ: ours {list(ours.shape)}, theirs {list(theirs.shape)}")
-    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+    error = float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+    if not math.isfinite(error):
+        raise ValueError("a number is not finite, or all of theirs are zero")
+    return error

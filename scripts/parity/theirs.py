@@ -99,6 +99,12 @@ def make_pi(name: str, module: Any, folder: Path) -> Any:
         return getattr(module, f"{name.upper()}Policy")(config)
 
 
+def tie_words(paligemma: Any) -> None:
+    """Give the output layer, which says no words here, the embedding's weights, as in the public checkpoints."""
+    with torch.no_grad():
+        paligemma.lm_head.weight.copy_(paligemma.model.language_model.embed_tokens.weight)
+
+
 def make_smolvla(name: str, module: Any, folder: Path) -> Any:
     """A tiny SmolVLA, whose VLM is described by a folder as the hub has it."""
     from transformers import (
@@ -153,6 +159,8 @@ def run(name: str) -> None:
     module = importlib.import_module(f"lerobot.policies.{name}.modeling_{name}")
     policy = (make_smolvla if name == "smolvla" else make_pi)(name, module, folder)
     cases.randomize(policy)
+    if name != "smolvla":
+        tie_words(policy.model.paligemma_with_expert.paligemma)
     policy.eval()
     checkpoint = folder / "checkpoint"
     policy.save_pretrained(checkpoint)
