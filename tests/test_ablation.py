@@ -114,7 +114,7 @@ REFUSED = {
     "nowhere to write": (["--config", RECIPE, "--json=out/f.json"], "--json out/f.json: there is no directory"),
     "a run to resume": (
         ["--config", RECIPE, "--ckpt_path=last"],
-        "--ckpt_path resumes a run, but ablate begins new ones; give weights by --trainer.init_from",
+        "--ckpt_path resumes a run, but ablate begins new ones; start them from weights: --trainer.init_from",
     ),
     "mistyped key": (["--config", RECIPE, "--trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
     "nothing may be stale": (
@@ -173,7 +173,7 @@ def test_an_interrupt_ends_the_row_too_and_keeps_what_was_measured(number: int, 
         said, _ = process.communicate(timeout=60.0)
         assert process.returncode == 130
         assert "interrupted; what was measured is in runs/toy_ppo_ablation" in said
-        assert processes_of_session(process.pid) == {}
+        wait_until(lambda: not processes_of_session(process.pid), "no process is left", 30.0)
         (log,) = tmp_path.glob("runs/*/*/co-located-1.log")
         assert "interrupted; resume from" in log.read_text()
     finally:
