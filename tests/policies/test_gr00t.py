@@ -73,6 +73,7 @@ def test_an_embodiment_has_weights_of_its_own_and_trains_no_others():
     [
         ({"embodiment": "franka"}, r"model\.embodiment='franka' is unknown: choose one of \['agibot_genie1'"),
         ({"embodiment": -1}, r"model\.embodiment=-1 is unknown"),
+        ({"gripper": "closed"}, r"model\.gripper='closed' is unknown: choose one of \['as_is', 'open_is_one'\]"),
         ({"image_area": 0.0}, r"model\.image_area=0\.0 must lie in \(0, 1\]"),
         ({"cameras": ["image", None]}, r"model\.cameras: GR00T has no place for a camera that is missing"),
     ],
@@ -96,6 +97,16 @@ def test_what_does_not_fit_the_network_is_refused_by_name(options: dict[str, Any
     config = tiny_config(Gr00tPolicy) | options.get("config", {})
     with pytest.raises(ValueError, match=message):
         Gr00tPolicy(**options | {"config": config}).build(SPEC)
+
+
+def test_a_gripper_that_is_one_when_open_is_turned_round():
+    """LIBERO opens at -1; weights that were trained on 1 for open would otherwise let go what they mean to hold."""
+    bounds = {"mode": "min_max", "min": [-1.0, -2.0, 0.0], "max": [1.0, 2.0, 1.0], "eps": 0.0}
+    policy = make(Gr00tPolicy, gripper="open_is_one", action_statistics=bounds)
+    opens_and_closes = torch.tensor([[0.5, 1.0, 1.0], [0.5, 1.0, -1.0]])
+    actions = policy.unnormalize_actions(opens_and_closes)
+    assert actions.tolist() == [[0.5, 2.0, -1.0], [0.5, 2.0, 1.0]]
+    assert policy.normalize_actions(actions).tolist() == opens_and_closes.tolist()
 
 
 def test_pixel_shuffle_joins_neighbouring_patches_row_by_row():

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from vla_async import keys
 from vla_async.objectives.base import Objective
+from vla_async.policies.action_bins import Gripper
 from vla_async.policies.flow import Prefix
 from vla_async.policies.images import center_crop, resize
 from vla_async.policies.released import Freeze, ReleasedFlowPolicy, Tokenizer
@@ -63,6 +65,7 @@ class Gr00tPolicy(ReleasedFlowPolicy):
     Args:
         objective: what reinforcement learning optimises; None to imitate or evaluate only.
         embodiment: the robot, by a name of :data:`EMBODIMENTS` or by its number in the weights.
+        gripper: what the last action element means to the model, see :data:`~vla_async.policies.action_bins.Gripper`.
         image_area: share of the image's surface, around its middle, that the model sees; released models were often trained
             on crops of 0.95 of each side, an area of 0.9025.
         **released: the options of :class:`~vla_async.policies.released.ReleasedFlowPolicy`.
@@ -75,6 +78,7 @@ class Gr00tPolicy(ReleasedFlowPolicy):
         self,
         objective: Objective | None = None,
         embodiment: str | int = "new_embodiment",
+        gripper: Gripper = "as_is",
         image_area: float = 1.0,
         **released: Any,
     ) -> None:
@@ -83,12 +87,14 @@ class Gr00tPolicy(ReleasedFlowPolicy):
             raise ValueError(
                 f"model.embodiment={embodiment!r} is unknown: choose one of {sorted(EMBODIMENTS)}, or its number"
             )
+        if gripper not in get_args(Gripper):
+            raise ValueError(f"model.gripper={gripper!r} is unknown: choose one of {list(get_args(Gripper))}")
         if not 0.0 < image_area <= 1.0:
             raise ValueError(f"model.image_area={image_area} must lie in (0, 1]")
         if None in (released.get("cameras") or ()):
             raise ValueError("model.cameras: GR00T has no place for a camera that is missing; leave the null out")
         super().__init__(objective, **released)
-        self.save_hyperparameters({"embodiment": embodiment, "image_area": image_area})
+        self.save_hyperparameters({"embodiment": embodiment, "gripper": gripper, "image_area": image_area})
         self._embodiment = number
 
     @property
@@ -163,6 +169,17 @@ class Gr00tPolicy(ReleasedFlowPolicy):
 
     def dims(self) -> tuple[int, int]:
         return self.sizes.context_dim, self.sizes.hidden_size
+
+    def normalize_actions(self, chunk: Tensor) -> Tensor:
+        if self.hparams["gripper"] == "open_is_one":
+            chunk = torch.cat([chunk[..., :-1], (1.0 - chunk[..., -1:]) / 2.0], dim=-1)
+        return super().normalize_actions(chunk)
+
+    def unnormalize_actions(self, chunk: Tensor) -> Tensor:
+        actions = super().unnormalize_actions(chunk)
+        if self.hparams["gripper"] == "as_is":
+            return actions
+        return torch.cat([actions[..., :-1], 1.0 - 2.0 * actions[..., -1:]], dim=-1)
 
     @property
     def _net(self) -> Gr00tNetwork:
