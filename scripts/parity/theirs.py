@@ -100,7 +100,7 @@ def make_pi(name: str, module: Any, folder: Path) -> Any:
 
 
 def tie_words(paligemma: Any) -> None:
-    """Give the output layer, which says no words here, the embedding's weights, as in the public checkpoints."""
+    """Give the output layer, which nothing reads, the embedding's weights; LeRobot does not tie the two."""
     with torch.no_grad():
         paligemma.lm_head.weight.copy_(paligemma.model.language_model.embed_tokens.weight)
 
