@@ -202,6 +202,21 @@ def load(kind: type[Any], folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
+def test_an_output_layer_of_its_own_is_left_out(prefix: str, tmp_path: Path) -> None:
+    """LeRobot does not tie it to the embedding, so training can move them apart; what is read is the embedding."""
+    policy = make()
+    released = in_release_layout(policy)
+    head = "paligemma_with_expert.paligemma.lm_head.weight"
+    released["paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"] = released[head]
+    released[head] = released[head] + 1.0
+    write_release(tmp_path, {prefix + name: tensor for name, tensor in released.items()})
+    loaded = load(Pi0Policy, tmp_path, config=sizes())
+    td = observations(policy, 3)
+    torch.testing.assert_close(loaded.act(td.clone())[keys.CHUNK], policy.act(td)[keys.CHUNK], rtol=1e-5, atol=1e-5)
+
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
 def test_weights_of_a_release_load_back_equal(tmp_path: Path, prefix: str):
     """A name that the map misses would be refused; one that it confuses gives other decisions."""
     policy = make(tokenizer=write_tokenizer(tmp_path / "tokenizer"))

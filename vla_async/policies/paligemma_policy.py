@@ -54,7 +54,10 @@ class PaliGemmaPolicy(ReleasedFlowPolicy):
         return read_sizes(folder) | lerobot_statistics(folder, modes)
 
     def key_map(self, names: Sequence[str]) -> list[tuple[str, str]]:
-        return self.release_keys
+        """The release's; its output layer, which nothing reads, only stands in for an embedding that is missing."""
+        has_embedding = any(name.endswith("paligemma.model.language_model.embed_tokens.weight") for name in names)
+        unread = [(r"^(model\.)?paligemma_with_expert\.paligemma\.(language_model\.)?lm_head\..*", "")]
+        return [*(unread if has_embedding else []), *self.release_keys]
 
     def make_network(self, tokenizer: Tokenizer) -> nn.Module:
         return self.make_model(self.sizes.make_config())
