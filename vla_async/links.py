@@ -1,8 +1,8 @@
 """Links between the ranks of one host: how rank 0 finds the others, tells them what to do, and notices when one is lost.
 
 The ranks meet for gradients elsewhere. Over a link, a local socket without a name in the file system, go small messages and
-the file descriptors of shared memory. When either end of it is gone, the other learns so at once, and a rank whose main thread
-does not end by itself then is ended by the thread that listens.
+the file descriptors of shared memory. When an end is gone, the other learns so at once, and a rank whose main thread does
+not end by itself then is ended by the thread that listens.
 """
 
 from __future__ import annotations

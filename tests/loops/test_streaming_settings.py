@@ -71,7 +71,11 @@ def test_settings_that_cannot_work_are_refused_at_construction(settings: dict[st
         ),
         ({"num_stages": 3}, {"num_envs": 4, "batched": True}, r"num_stages=3 must divide env.num_envs=4"),
         ({"num_stages": 2}, {"num_envs": 4}, r"num_stages=2.*not batched; set it to 1"),
-        ({"envs_per_worker": 2}, {"num_envs": 4, "batched": True}, r"fit_loop.envs_per_worker=2: a batched env is one process; set it to 1"),
+        (
+            {"envs_per_worker": 2},
+            {"num_envs": 4, "batched": True},
+            r"fit_loop.envs_per_worker=2: a batched env is one process; set it to 1",
+        ),
         ({"micro_batch_size": 13}, {"num_envs": 4}, r"micro_batch_size=13.*12 decisions.*4 trajectories of at most 3"),
         ({"fragments_per_update": 9000}, {}, r"room for 18000 trajectories, but 16384.*lower one of them"),
         (
