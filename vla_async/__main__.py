@@ -18,7 +18,7 @@ from vla_async.refusals import ConfigError, check_command_line
 # what a disk or its owner refuses: for the user to mend, whichever library was writing
 _REFUSED_BY_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
-HELP = """usage: vla-async {fit,validate,test,sft,collect,ablate} --config FILE [--config FILE ...] [--SECTION.KEY VALUE ...]
+HELP = """usage: vla-async SUBCOMMAND --config FILE [--config FILE ...] [--SECTION.KEY VALUE ...]
 
 subcommands:
   collect    let a scripted controller collect demonstrations
@@ -27,6 +27,7 @@ subcommands:
   validate   evaluate a policy on the validation seeds
   test       evaluate a policy on the test seeds
   ablate     run fit with one level of asynchrony after the other, and compare them
+  export     write a policy in the layout of its public release
 
 examples:
   vla-async fit --config recipes/toy_ppo.yaml
@@ -38,7 +39,7 @@ examples:
 
 more:
   vla-async fit --help                        all settings
-  vla-async ablate --help                     its own options; all others are fit's
+  vla-async ablate --help                     its own options; all others are fit's (also of export)
   vla-async fit --model.help TinyVLAPolicy    the settings of a class
   VLA_ASYNC_DEBUG=1 vla-async ...             errors with their traceback
 """
@@ -67,6 +68,11 @@ def main(args: Sequence[str] | None = None) -> int:
             from vla_async.ablation import ablate
 
             ablate(args[1:])
+            return 0
+        if args[0] == "export":
+            from vla_async.export import export
+
+            export(args[1:])
             return 0
         gc.disable()  # importing makes objects and no garbage, and looking for it takes a third of the time
         from vla_async.cli import VLACLI

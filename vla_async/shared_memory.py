@@ -116,7 +116,12 @@ def block_bytes(fields: Mapping[Any, Field]) -> int:
 def free_shared_memory() -> int:
     """Bytes of shared memory that can still be taken: what /dev/shm, the machine and the container leave."""
     room = [os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize] if os.path.isdir("/dev/shm") else []
-    return min([*room, *_memory_left()], default=2**63)
+    return min([*room, host_memory_left()])
+
+
+def host_memory_left() -> int:
+    """Bytes of main memory that can still be taken: what the machine and the container leave; a lot where none says."""
+    return min(_memory_left(), default=2**63)
 
 
 def _memory_left() -> list[int]:
@@ -124,11 +129,13 @@ def _memory_left() -> list[int]:
     if os.path.exists("/proc/meminfo"):
         with open("/proc/meminfo") as lines:
             left += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    limit, used = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
-    if os.path.exists(limit) and os.path.exists(used):
-        with open(limit) as most, open(used) as now:
+    group = "/sys/fs/cgroup/memory"
+    if all(os.path.exists(f"{group}.{name}") for name in ("max", "current", "stat")):
+        with open(f"{group}.max") as most, open(f"{group}.current") as now, open(f"{group}.stat") as parts:
             if (text := most.read().strip()).isdigit():
-                left.append(int(text) - int(now.read()))
+                # what was read from files is given back when the memory is needed
+                files = next((int(line.split()[1]) for line in parts if line.startswith("inactive_file ")), 0)
+                left.append(int(text) - int(now.read()) + files)
     return left
 
 

@@ -83,7 +83,12 @@ class TrainState:
         A run that is cut short is resumed from here: in the middle of an update the weights are already newer than the
         counters, the envs and the shuffling.
         """
-        self._finished = _copied(self.content())
+        content = self.content()
+        weights = content.pop("state_dict")
+        # what is frozen stays as it is, and may be most of a large model
+        frozen = {name for name, parameter in self.policy.named_parameters() if not parameter.requires_grad}
+        copied = _copied({name: tensor for name, tensor in weights.items() if name not in frozen})
+        self._finished = {"state_dict": weights | copied} | _copied(content)
 
     def content(self) -> dict[str, Any]:
         """What a checkpoint holds, as of now."""

@@ -35,6 +35,7 @@ from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
 from vla_async.loops.sft import SFTLoop
 from vla_async.loops.sync import SyncFitLoop
 from vla_async.loops.validation import Validation, evaluate_in_turn, make_validation
+from vla_async.memory import check_weights_fit, report_memory
 from vla_async.objectives.base import Objective
 from vla_async.policies.base import VLAPolicy
 from vla_async.ranks import Ranks, RankSettings, StrategyName, refuse_other_ranks
@@ -73,6 +74,7 @@ class AsyncTrainer:
         rank_timeout_s: how long a rank waits for another, or for rank 0's rollouts and validations.
         precision: Fabric's precision.
         num_threads: torch's threads on a CPU; by default the cores that the envs leave, at least one.
+        check_memory: refuse a run that is estimated to need more memory than is free; off, the estimate is only printed.
         callbacks: in addition to Checkpoint, Progress and SuccessPlot, which are always there; an instance given here
             takes the place of the default one.
         loggers: in addition to metrics.csv, which is always written.
@@ -98,6 +100,7 @@ class AsyncTrainer:
         rank_timeout_s: float = DEFAULT_TIMEOUT_S,
         precision: Precision = "32-true",
         num_threads: int | None = None,
+        check_memory: bool = True,
         callbacks: list[Callback] | None = None,
         loggers: list[Logger] | None = None,
     ) -> None:
@@ -113,7 +116,8 @@ class AsyncTrainer:
         self.seed, self.name, self.root_dir, self.init_from = seed, name, Path(root_dir), init_from
         self.accelerator, self.device, self.precision = resolve_accelerator(accelerator), device, precision
         self.ranks = Ranks(RankSettings(strategy, num_ranks, rank_timeout_s, self.accelerator, device))
-        self.num_threads, self.callbacks, self.loggers = num_threads, [*(callbacks or [])], loggers or []
+        self.num_threads, self.check_memory = num_threads, check_memory
+        self.callbacks, self.loggers = [*(callbacks or [])], loggers or []
         for kind in (Checkpoint, SuccessPlot, Progress):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.append(kind())
@@ -244,6 +248,8 @@ class AsyncTrainer:
             self._open_run(self.ranks)
         with winding_up(self, loop):
             self._set_up(loop.stage, loop.open(self))
+            if self.ranks.is_first:
+                report_memory(self, loop)
             if resumed:
                 self.state.restore(*resumed)
             elif start:
@@ -280,6 +286,7 @@ class AsyncTrainer:
         self.policy.build(spec)
         if self.policy.objective is not None:
             self.policy.objective.reset()
+        check_weights_fit(self.policy, self.fabric.device)
         self.policy.zero_grad()  # an earlier run may have been cut short between a backward and its step
         optimizer, scheduler = unpack_optimizers(self.policy.configure_optimizers())
         self.module: _FabricModule
