@@ -144,7 +144,7 @@ def test_a_missing_config_names_the_nearest_one(tmp_path):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ([], "no subcommand; choose fit, validate, test, sft, collect or ablate"),
+        ([], "no subcommand; choose fit, validate, test, sft, collect, ablate or export"),
         (["fitt"], "there is no subcommand 'fitt'; did you mean fit?"),
         (["fot"], "there is no subcommand 'fot'; did you mean fit?"),
         (["--config", RECIPE, "fit"], "the subcommand comes first"),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 SUBCOMMANDS = ("fit", "validate", "test", "sft", "collect")  # those that VLACLI carries out
-COMMANDS = (*SUBCOMMANDS, "ablate")
+COMMANDS = (*SUBCOMMANDS, "ablate", "export")
 _SECTIONS = ("trainer", "model", "env")
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true, false", "str": "a text", "Sequence": "a list"}
 _ELSEWHERE = {"seed_everything": "trainer.seed", "data": "env", "policy": "model", "trainer.logger": "trainer.loggers"}

@@ -1,0 +1,143 @@
+"""``vla-async export``: a trained policy as a folder in the layout of its public release.
+
+::
+
+   model.safetensors    the weights, with low-rank additions added up (several files and an index for a large model)
+   config.json          the sizes, as the release says them
+   model.yaml           a section ``model`` that loads the folder, to be given as a second ``--config``
+
+The critic, and what only exploration needs, stay behind: a release has no place for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from vla_async.ablation import resolve
+from vla_async.policies.adapters import merged_weights
+from vla_async.policies.base import VLAPolicy
+from vla_async.policies.layouts import fuse
+from vla_async.policies.openvla_oft import OpenVLAOFTPolicy
+from vla_async.policies.processing import Normalizer
+from vla_async.policies.release_layouts import layout_of
+from vla_async.refusals import ConfigError
+from vla_async.run_directory import resolve_checkpoint
+from vla_async.state import plain_hyper_parameters
+
+_STATE_FILE = "proprio_projector"  # OpenVLA-OFT keeps it apart
+_STATISTICS_FILES = ("policy_preprocessor_step_0_normalizer_processor", "policy_postprocessor_step_0_unnormalizer_processor")
+_LEROBOT_EPS = 1e-8  # LeRobot adds so much to a deviation
+
+
+def export_policy(policy: VLAPolicy, directory: Path) -> None:
+    """Write a built policy in the layout of its release.
+
+    Args:
+        policy: with its weights.
+        directory: a new or empty folder.
+
+    Raises:
+        ValueError: if the policy has no such layout.
+        FileExistsError: if the folder has files.
+    """
+    layout = layout_of(policy)
+    if directory.exists() and any(directory.iterdir()):
+        raise FileExistsError(f"{directory} is not empty; give a new folder as --directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = layout.rename(merged_weights(policy.network))
+    if isinstance(policy, OpenVLAOFTPolicy):
+        tensors = fuse(tensors)
+        beside = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_STATE_FILE)}
+        if beside:
+            names = {name.removeprefix(f"{_STATE_FILE}."): tensor for name, tensor in beside.items()}
+            _save(names, directory / f"{_STATE_FILE}.safetensors")
+    _save_sharded(tensors, directory)
+    (directory / "config.json").write_text(json.dumps(layout.config, indent=2, default=str) + "\n")
+    if "normalization_mapping" in layout.config:
+        _write_statistics(policy, directory)
+    name = f"{type(policy).__module__}.{type(policy).__qualname__}"
+    section = {"model": {"class_path": name, "init_args": _settings(policy, directory)}}
+    (directory / "model.yaml").write_text(yaml.safe_dump(section, sort_keys=False))
+
+
+def _settings(policy: VLAPolicy, directory: Path) -> dict[str, Any]:
+    """What makes the same policy of the folder: the settings it was made with, and its statistics."""
+    options = plain_hyper_parameters(policy)
+    tokenizer = options["tokenizer"] or options["pretrained"]
+    if tokenizer is not None and Path(tokenizer).exists():
+        tokenizer = str(Path(tokenizer).resolve())
+    dropped = ("lora", "dataset")  # the weights are whole, and the statistics are given
+    kept = {name: value for name, value in options.items() if name not in dropped}
+    return kept | _statistics(policy) | {"pretrained": str(directory.resolve()), "tokenizer": tokenizer}
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(file), {"format": "pt"})
+
+
+def _save_sharded(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, directory)
+
+
+def _normalizers(policy: Any) -> dict[str, Normalizer]:
+    actions = policy.bins.normalizer if isinstance(policy, OpenVLAOFTPolicy) else policy.action_normalizer
+    state = getattr(policy, "state_normalizer", None)
+    return {"action_statistics": actions} | ({} if state is None else {"state_statistics": state})
+
+
+def _statistics(policy: Any) -> dict[str, Any]:
+    """What normalises now, given or measured, whatever it came from: each is an offset and a scale."""
+    return {
+        name: {"mode": "mean_std", "mean": part.offset.tolist(), "std": part.scale.tolist(), "eps": 0.0}
+        for name, part in _normalizers(policy).items()
+    }
+
+
+def _write_statistics(policy: Any, directory: Path) -> None:
+    """The statistics as LeRobot keeps them, beside the weights."""
+    features = {"action_statistics": "action", "state_statistics": "observation.state"}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, part in _normalizers(policy).items():
+        tensors |= {f"{features[name]}.mean": part.offset, f"{features[name]}.std": part.scale - _LEROBOT_EPS}
+    for file in _STATISTICS_FILES:
+        _save(tensors, directory / f"{file}.safetensors")
+
+
+def export(args: Sequence[str]) -> Path:
+    """Carry out ``vla-async export ARGS``.
+
+    Raises:
+        ConfigError: if the command line or the recipe is wrong.
+        FileNotFoundError: if there is no such checkpoint.
+    """
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> Any:
+            raise ConfigError(message.removeprefix("argument "))
+
+    usage = "vla-async export --config FILE --directory OUT [--ckpt_path FILE|last|best] [--SECTION.KEY VALUE ...]"
+    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--directory", type=Path, required=True, help="a new folder")
+    parser.add_argument("--ckpt_path", default="last", help="the checkpoint: a file, or last or best of the recipe's name")
+    options, rest = parser.parse_known_args(args)
+    config = resolve(rest)
+    path = resolve_checkpoint(options.ckpt_path, Path(config["trainer"]["root_dir"]), config["trainer"]["name"])
+    module, _, name = config["model"]["class_path"].rpartition(".")
+    kind: type[VLAPolicy] = getattr(importlib.import_module(module), name)
+    policy = kind.load_from_checkpoint(path, map_location="cpu", weights_only=True)
+    export_policy(policy, options.directory)
+    print(f"{path} as {name}: {options.directory}\nload it with --config {options.directory / 'model.yaml'}")
+    directory: Path = options.directory
+    return directory
