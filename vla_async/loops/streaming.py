@@ -14,7 +14,7 @@ groups were equal, makes no optimizer step but counts: the weights are published
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -75,6 +75,7 @@ class StreamingFitLoop(SyncFitLoop):
         envs_per_worker: how many envs share a process.
         num_stages: into how many groups a batched env is cut.
         max_restarts: how often each worker is replaced before its failure ends the run.
+        compile_policy: compile what the replicas decide with, by ``torch.compile``; the first batch then takes longer.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class StreamingFitLoop(SyncFitLoop):
         envs_per_worker: int = 1,
         num_stages: int = 1,
         max_restarts: int = 3,
+        compile_policy: bool = False,
     ) -> None:
         super().__init__(decisions_per_env, update_epochs, mini_batch_size, micro_batch_size, max_grad_norm, env_timeout_s)
         if fragments_per_update is not None and fragments_per_update < 1:
@@ -118,7 +120,8 @@ class StreamingFitLoop(SyncFitLoop):
         self.max_staleness, self.selection = max_staleness if train_async else 0, selection
         self.in_flight, self.envs_per_worker, self.num_stages = in_flight, envs_per_worker, num_stages
         batching = {"max_batch_size": max_batch_size, "max_wait_s": max_wait_s, "async_interaction": async_interaction}
-        self._settings: dict[str, Any] = {**batching, "max_restarts": max_restarts, "env_timeout_s": env_timeout_s}
+        others = {"max_restarts": max_restarts, "env_timeout_s": env_timeout_s, "compile_policy": compile_policy}
+        self._settings: dict[str, Any] = batching | others
         try:
             check_counts(envs_per_worker=envs_per_worker, num_stages=num_stages)
             FleetSettings(**self._settings)
@@ -161,13 +164,11 @@ class StreamingFitLoop(SyncFitLoop):
     def open(self, trainer: AsyncTrainer) -> EnvSpec:
         """Start the envs, on rank 0, which tells the others what they are like."""
         if trainer.ranks.link is not None:
-            spec: EnvSpec = trainer.ranks.link.receive("spec")[1]
-            return spec
+            return cast(EnvSpec, trainer.ranks.link.receive("spec")[1])
         self._final: dict[str, Any] = {}  # what a checkpoint still wants of rollouts that have been closed
         self.shuffle_by(fold(trainer.seed, "shuffle"))
-        devices = self.placement.replicas(trainer.ranks.settings.devices)
-        autocast = autocast_dtype(trainer.precision)
-        settings = FleetSettings(policy_devices=devices, seed=trainer.seed, autocast=autocast, **self._settings)
+        own = self._settings | {"policy_devices": self.placement.replicas(trainer.ranks.settings.devices)}
+        settings = FleetSettings(seed=trainer.seed, autocast=autocast_dtype(trainer.precision), **own)
         grouping = self.plan(trainer).grouping
         shards, _ = make_shards(trainer.env, self.envs_per_worker, self.num_stages, grouping)
         self._fleet = Fleet(shards, settings)
