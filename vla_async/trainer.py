@@ -242,8 +242,9 @@ class AsyncTrainer:
         start = resumed or find_checkpoint(self.init_from, self.root_dir, self.name, prefer="sft")
         self.origin = start[1] if start else None
         check_pair(policy, env)
-        for part in (loop, *self.callbacks):
-            part.check(self)
+        loop.check(self)
+        for callback in self.callbacks:
+            callback.check(self)
         with self.interrupts:
             self._open_run(self.ranks)
         with winding_up(self, loop):
