@@ -156,6 +156,24 @@ def test_the_critic_warm_up_touches_no_actor_parameter_and_ends():
         objective.end_update()
 
 
+def test_what_an_untrained_critic_has_valued_does_not_move_the_policy_however_late_it_comes():
+    """Old data carries the values of an old critic, so the warm-up lasts as much longer as the data is old."""
+    policy, objective = TablePolicy(drift=0.3), PPO(critic_warmup_updates=2, entropy_coef=0.1)
+    batch = make_batch(policy)
+    staleness = torch.arange(len(batch)).unsqueeze(-1) % 2 * 2  # 0, 2, 0, 2, ...
+    batch[keys.STALENESS] = staleness
+    objective.updates = 3
+    half = torch.autograd.grad(objective(policy, batch).loss, policy.log_prob)[0]
+    fresh = batch.clone()
+    fresh[keys.ADVANTAGE] = torch.where(staleness == 0, batch[keys.ADVANTAGE], 0.0)
+    fresh[keys.STALENESS] = torch.zeros_like(staleness)
+    torch.testing.assert_close(half, torch.autograd.grad(objective(policy, fresh).loss, policy.log_prob)[0])
+    assert objective(policy, batch).num_samples == objective(policy, fresh).num_samples, "the critic learns from all of it"
+    objective.updates = 4
+    whole = torch.autograd.grad(objective(policy, batch).loss, policy.log_prob)[0]
+    assert not torch.equal(whole, half)
+
+
 def test_a_resumed_objective_continues_its_warm_up_and_its_statistics():
     objective, resumed = PPO(critic_warmup_updates=3), PPO(critic_warmup_updates=3)
     run_one_update(objective)

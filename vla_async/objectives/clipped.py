@@ -92,13 +92,16 @@ class ClippedObjective(Objective):
             "step: keep StepOutput.kept with each micro-batch, or call objective.recompute on the batch before that step"
         )
 
-    def _policy_terms(self, out: TensorDictBase, batch: TensorDictBase, executed: Tensor) -> PolicyTerms:
+    def _policy_terms(
+        self, out: TensorDictBase, batch: TensorDictBase, executed: Tensor, trained: Tensor | None = None
+    ) -> PolicyTerms:
         """The policy's loss on decisions ``[B]``.
 
         Args:
             out: what ``policy.evaluate`` gave.
             batch: with ``"action_log_prob"`` of the behaviour policy and ``"advantage"``.
             executed: bool ``[B, H]``, the actions that count.
+            trained: bool ``[B]``, the decisions that add to the loss; all by default. The others count all the same.
         """
         current, behaviour = out[keys.LOG_PROB], batch[keys.LOG_PROB]
         proximal = self._proximal(batch, current)
@@ -117,8 +120,9 @@ class ClippedObjective(Objective):
         advantage = losses.per_decision(advantage, like=log_ratio)
         clip = (self.clip_low, self.clip_high, self.dual_clip)
         surrogate = losses.clipped_surrogate(log_ratio, advantage, *clip)
-        policy_loss = ((surrogate if weight is None else surrogate * weight) * mask).sum()
-        entropy = losses.reduce_to_level(out[keys.ENTROPY], executed, self.level).sum()
+        adds = mask if trained is None else mask & losses.per_decision(trained, like=log_ratio)
+        policy_loss = ((surrogate if weight is None else surrogate * weight) * adds).sum()
+        entropy = (losses.reduce_to_level(out[keys.ENTROPY], executed, self.level) * adds).sum()
         count = float(mask.sum())
         with torch.no_grad():
             sums = {"policy_loss": policy_loss, "entropy": entropy, "advantage": (advantage * mask).sum()}

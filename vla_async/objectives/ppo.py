@@ -50,8 +50,9 @@ class PPO(ClippedObjective):
         value_clip: limit on how far the value may move from the old one, in units of return; None for no limit.
         huber_delta: value error beyond which the critic's loss grows linearly; None for a squared error.
         normalize_advantages: use the previous update's mean and deviation, see ``AdvantageNormalizer``.
-        critic_warmup_updates: the first so many updates train the critic only. After imitation the critic is untrained,
-            and its first advantages would undo what the policy has learned.
+        critic_warmup_updates: what a critic of fewer updates has valued trains the critic only; with data that is s updates
+            old, these are the first so many updates and s more. After imitation the critic is untrained, and its first
+            advantages would undo what the policy has learned.
     """
 
     prefix: ClassVar[str] = "ppo"
@@ -87,7 +88,7 @@ class PPO(ClippedObjective):
 
     @property
     def warming_up(self) -> bool:
-        """Whether this update trains the critic only."""
+        """Whether this update trains the critic only, however fresh its data is."""
         return self.updates < self.critic_warmup_updates
 
     @torch.no_grad()
@@ -120,19 +121,30 @@ class PPO(ClippedObjective):
         out = policy.evaluate(batch)
         if keys.VALUE not in out.keys():
             raise ValueError(f"PPO needs a critic, but {type(policy).__name__}.evaluate gives no {keys.VALUE!r}")
-        terms = self._policy_terms(out, batch, batch[keys.EXECUTED])
+        trained = self._valued_well(batch)
+        terms = self._policy_terms(out, batch, batch[keys.EXECUTED], trained)
         weight = terms.mask.flatten(1).sum(1) if terms.mask.ndim > 1 else terms.mask.to(torch.int64)
         old_value, target = (_used(batch[key], weight) for key in (keys.VALUE, keys.VALUE_TARGET))
         value = out[keys.VALUE].squeeze(-1)
         value_loss = (losses.value_loss(value, old_value, target, self.value_clip, self.huber_delta) * weight).sum()
         loss = self.value_coef * value_loss
-        if not self.warming_up:
+        if trained is None or bool(
+            trained.any()
+        ):  # else nothing of the policy gets a gradient, not even of 0, which AdamW would decay it by
             loss = loss + terms.loss
         with torch.no_grad():
             error = target - old_value
             moments = zip(_MOMENTS, (error, error**2, target, target**2), strict=True)
             sums = {name: (moment * weight).sum() for name, moment in moments}
         return self._output(loss, terms, sums | {"loss": loss, "value_loss": value_loss})
+
+    def _valued_well(self, batch: TensorDictBase) -> Tensor | None:
+        """Bool ``[B]``: whether the critic had been trained enough when it valued a decision; None if none needs training."""
+        if self.critic_warmup_updates == 0:
+            return None
+        staleness = batch.get(keys.STALENESS, None)
+        age = torch.zeros(len(batch), device=batch.device) if staleness is None else staleness.flatten()
+        return self.updates - age >= self.critic_warmup_updates
 
     def summarize(self, means: Mapping[str, float]) -> dict[str, float]:
         """Replace the moments of the value error by the explained variance of the values used in the rollout."""
