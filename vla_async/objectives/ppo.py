@@ -139,7 +139,7 @@ class PPO(ClippedObjective):
         return self._output(loss, terms, sums | {"loss": loss, "value_loss": value_loss})
 
     def _valued_well(self, batch: TensorDictBase) -> Tensor | None:
-        """Bool ``[B]``: whether the critic had been trained enough when it valued a decision; None if none needs training."""
+        """Bool ``[B]``: whether the critic was trained enough when it valued a decision; None without a warm-up."""
         if self.critic_warmup_updates == 0:
             return None
         staleness = batch.get(keys.STALENESS, None)
