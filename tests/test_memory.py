@@ -198,7 +198,7 @@ def test_what_fits_exactly_passes_and_one_byte_more_is_refused(monkeypatch: pyte
     assert str(refused.value) == (
         "the run would need 9 KiB of host beyond what it has, but 9 KiB are free: slab 5 KiB, activations 3 KiB, gradients "
         "1 KiB. Set fit_loop.max_staleness; fit_loop.micro_batch_size; model.lora. This is an estimate: "
-        "trainer.check_memory=false only prints it"
+        "trainer.check_memory=false goes on without"
     )
     free[HOST] += 1
     for place in (SHARED, "cuda:0"):
@@ -233,4 +233,4 @@ def test_the_command_line_refuses_in_a_line_and_can_be_told_not_to(
     assert said.err.startswith("vla-async: the run would need ")
     assert "Set a smaller model" in said.err, "this policy has no setting of that kind"
     assert main([*command, "--trainer.check_memory", "false"]) == 0
-    assert capsys.readouterr().out.count("memory, estimated") == 1
+    assert "memory, estimated" not in capsys.readouterr().out

@@ -101,7 +101,7 @@ class MemoryEstimate:
                 fixes = "; ".join(dict.fromkeys(part.lower for part in missing if part.nbytes > needed / 10))
                 raise MemoryError(
                     f"the run would need {human_bytes(needed)} of {place} beyond what it has, but {human_bytes(free)} are "
-                    f"free: {parts}. Set {fixes}. This is an estimate: trainer.check_memory=false only prints it"
+                    f"free: {parts}. Set {fixes}. This is an estimate: trainer.check_memory=false goes on without"
                 )
 
 
@@ -248,7 +248,7 @@ def _optimizer_bytes(optimizer: Optimizer) -> int:
 
 
 def report_memory(trainer: AsyncTrainer, loop: Loop) -> MemoryEstimate:
-    """Print what a run will take, and refuse what cannot fit, unless ``trainer.check_memory`` is off.
+    """Print what a run will take, and refuse what cannot fit.
 
     Raises:
         MemoryError: see :meth:`MemoryEstimate.check`.
@@ -261,8 +261,7 @@ def report_memory(trainer: AsyncTrainer, loop: Loop) -> MemoryEstimate:
     if device.type == "cpu" and settings.num_ranks > 1:
         estimate = _on_every_rank(estimate, settings.num_ranks)
     estimate.table().print()
-    if trainer.check_memory:
-        estimate.check()
+    estimate.check()
     return estimate
 
 

@@ -74,7 +74,8 @@ class AsyncTrainer:
         rank_timeout_s: how long a rank waits for another, or for rank 0's rollouts and validations.
         precision: Fabric's precision.
         num_threads: torch's threads on a CPU; by default the cores that the envs leave, at least one.
-        check_memory: refuse a run that is estimated to need more memory than is free; off, the estimate is only printed.
+        check_memory: before a run, let the policy train on one decision, print what memory the run is estimated to take, and
+            refuse it if that is more than is free.
         callbacks: in addition to Checkpoint, Progress and SuccessPlot, which are always there; an instance given here
             takes the place of the default one.
         loggers: in addition to metrics.csv, which is always written.
@@ -249,7 +250,7 @@ class AsyncTrainer:
             self._open_run(self.ranks)
         with winding_up(self, loop):
             self._set_up(loop.stage, loop.open(self))
-            if self.ranks.is_first:
+            if self.check_memory and self.ranks.is_first:
                 report_memory(self, loop)
             if resumed:
                 self.state.restore(*resumed)

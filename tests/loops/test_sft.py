@@ -33,7 +33,8 @@ def imitate(
 ) -> tuple[AsyncTrainer, dict[int, dict[str, float]]]:
     metrics = Metrics()
     options: dict[str, Any] = {"max_steps": 12, "batch_size": 8, "log_every_n_steps": 4} | loop
-    trainer = make_trainer(root, sft_loop=SFTLoop(dataset, **options), callbacks=[metrics])
+    # an estimate of the memory would imitate once more
+    trainer = make_trainer(root, sft_loop=SFTLoop(dataset, **options), callbacks=[metrics], check_memory=False)
     trainer.sft(policy, ENVS, ckpt_path=ckpt_path)
     return trainer, metrics.steps
 
