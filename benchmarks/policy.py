@@ -5,8 +5,8 @@ r"""Seconds and memory of a policy's forward (``act``) and training step, by bat
         --freeze vision --gradient-checkpointing --batch-sizes 1 8 32 --json policy.json
 
 Networks have random weights, of the sizes of the public releases or much smaller ones. A training step recomputes the
-log-prob of decisions that were acted, goes backward, and takes a step of the policy's own optimizer. Memory is the peak
-above what there was before the policy was built: what torch allocated on a GPU, the resident memory on a CPU.
+log-prob of decisions that were acted, goes backward, and takes a step of the policy's own optimizer. Memory is the peak,
+weights included: of what torch allocated on a GPU, of what the process grew by on a CPU. Each policy has its own process.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from vla_async.collectors.slab import human_bytes
 from vla_async.envs import EnvSpec
 from vla_async.monitor.report import Table
 from vla_async.policies import VLAPolicy
-from vla_async.policies.measuring import blank_observations
+from vla_async.policies.measuring import blank_observations, total_bytes
 
 POLICIES = {
     "pi0": "pi0.Pi0Policy",
@@ -102,12 +104,16 @@ class Point:
 
 
 class Peak:
-    """The most memory that was taken since it was made or asked, in bytes."""
+    """The most memory that was taken since it was last reset.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: whose memory.
+        held: bytes of what is there already and shall count: the weights.
+    """
+
+    def __init__(self, device: torch.device, held: int) -> None:
         self.device = device
-        self.base = self._now()
-        self.reset()
+        self.base = self._now() - held
 
     def _now(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else _status("VmRSS")
@@ -173,8 +179,8 @@ def _train(policy: VLAPolicy, optimizer: torch.optim.Optimizer, decisions: Tenso
 def measure(name: str, options: argparse.Namespace) -> list[Point]:
     """All batch sizes of one policy."""
     device = torch.device(options.device)
-    peak = Peak(device)
     policy = make_policy(name, options, device)
+    peak = Peak(device, total_bytes([*policy.parameters(), *policy.buffers()]))
     configured: Any = policy.configure_optimizers()
     bf16 = options.precision == "bf16-mixed"
 
@@ -224,7 +230,10 @@ def main(args: Sequence[str] | None = None) -> list[Point]:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(args)
-    points = [point for name in options.policies for point in measure(name, options)]
+    points = []
+    for name in options.policies:
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            points += process.submit(measure, name, options).result()
     print_table(points)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(point) for point in points], indent=1))

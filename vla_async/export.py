@@ -16,10 +16,11 @@ import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
+from torch import nn
 
 from vla_async.ablation import resolve
 from vla_async.policies.adapters import merged_weights
@@ -52,7 +53,7 @@ def export_policy(policy: VLAPolicy, directory: Path) -> None:
     if directory.exists() and any(directory.iterdir()):
         raise FileExistsError(f"{directory} is not empty; give a new folder as --directory")
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = layout.rename(merged_weights(policy.network))
+    tensors = layout.rename(merged_weights(cast(nn.Module, policy.network)))
     if isinstance(policy, OpenVLAOFTPolicy):
         tensors = fuse(tensors)
         beside = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_STATE_FILE)}

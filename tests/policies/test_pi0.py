@@ -215,7 +215,6 @@ def test_an_output_layer_of_its_own_is_left_out(prefix: str, tmp_path: Path) -> 
     torch.testing.assert_close(loaded.act(td.clone())[keys.CHUNK], policy.act(td)[keys.CHUNK], rtol=1e-5, atol=1e-5)
 
 
-
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_weights_of_a_release_load_back_equal(tmp_path: Path, prefix: str):
     """A name that the map misses would be refused; one that it confuses gives other decisions."""

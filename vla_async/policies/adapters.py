@@ -103,7 +103,8 @@ def choose_trained(
 
     apart = {id(module) for part in (*whole, *frozen, *uncalled) for module in part.modules()}
     chosen = _targets(lora, [name for name, part in network.named_modules() if _is_linear(part) and id(part) not in apart])
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=chosen)
+    alpha: Any = lora.alpha  # peft takes any number, but says it takes an int
+    config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=chosen)
     inject_adapter_in_model(config, network, adapter_name=_ADAPTER)
     for name, parameter in network.named_parameters():
         if ".lora_" in name:
