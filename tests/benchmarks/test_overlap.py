@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks import overlap
 from benchmarks.overlap_cases import CHUNK, LIBERO, MANISKILL, RATIOS, ratio_case, recommended, rows
-from vla_async.ablation import Row, ablation_rows, median
+from vla_async.ablation import Row, ablation_rows
+from vla_async.monitor.figures import median
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
