@@ -75,10 +75,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    # Flow-Noise clips the (K + 1)-th root of a path's ratio, so a step may move the path further: it takes smaller ones
-    lr = 2e-3 if args.noise == "flow_sde" else 1e-3
+    # Flow-Noise's log-prob is a mean over K + 1 terms, so the path's ratio is clipped at the (K + 1)-th power of this
+    lr, clip = (2e-3, 0.2) if args.noise == "flow_sde" else (1e-3, 0.05)
+    objective = PPO(gamma=0.9, clip_low=clip, clip_high=clip)
     # a model that knows nothing yet explores more widely than a pretrained one, whose noise_std is the default
-    policy = InventedPolicy(PPO(gamma=0.9), noise=args.noise, noise_std=(0.05, 0.3), lr=lr, critic_lr=lr)
+    policy = InventedPolicy(objective, noise=args.noise, noise_std=(0.1, 0.5), lr=lr, critic_lr=2e-3)
     trainer = AsyncTrainer(
         fit_loop=SyncFitLoop(decisions_per_env=16, update_epochs=4, mini_batch_size=128),
         evaluate_loop=EvaluateLoop(num_episodes=50),
