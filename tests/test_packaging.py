@@ -20,7 +20,7 @@ import vla_async
 ROOT = Path(__file__).parents[1]
 # not matplotlib, rich and mujoco: Lightning and TorchRL import those themselves
 HEAVY = ("mani_skill", "sapien", "libero", "robosuite", "gymnasium", "imageio")
-SET_UP_EXTRAS = {"maniskill", "libero", "dev", "docs"}
+SET_UP_EXTRAS = {"maniskill", "libero", "vla", "dev", "docs"}
 
 
 def pins() -> dict[str, Version]:
@@ -144,7 +144,7 @@ def kinds(calls: list[str]) -> list[str]:
 def test_a_first_set_up_does_everything_and_a_second_only_looks(project: Project) -> None:
     status, calls = project.set_up()
     assert (status, kinds(calls)) == (0, ["system_libraries", "venv", "pip"])
-    assert "-c constraints.txt -e .[maniskill,libero,dev,docs]" in calls[-1]
+    assert "-c constraints.txt -e .[maniskill,libero,vla,dev,docs]" in calls[-1]
     status, calls = project.set_up()
     assert (status, kinds(calls)) == (0, ["system_libraries"])
 

@@ -70,7 +70,7 @@ def test_with_the_streamer_training_starts_before_the_batch_is_complete(streamer
     opener.start()
     objective = Tells()
     settings: dict[str, Any] = {"streamer": streamer, "train_async": False}  # so that both envs are in the batch
-    fit(tmp_path, known(objective), HeldEnvs(gate=str(gate), held_env=1), max_steps=1, **settings)
+    fit(tmp_path, known(objective), HeldEnvs(gate=str(gate), held_env=1, together=True), max_steps=1, **settings)
     opener.join()
     assert early == [streamer]
     assert [len(prepared) for prepared in objective.prepared] == ([1, 1] if streamer else [2])
