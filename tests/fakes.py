@@ -255,9 +255,10 @@ def equal(left: Any, right: Any) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process lives (a zombie does not)."""
+    """Whether a process lives. A zombie does not, once all its threads have ended, which hold its end of every pipe open."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        zombie = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        return not zombie or len(os.listdir(f"/proc/{pid}/task")) > 1
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -118,6 +118,24 @@ def test_a_wait_that_hears_of_no_signal_is_ended_from_another_thread() -> None:
     with interrupts, nobody_hears():
         os.kill(os.getpid(), signal.SIGINT)
         assert ended.wait(20.0)
+    cause = interrupts.cause()
+    assert cause is not None
+    assert str(cause) == "SIGINT"
+    assert interrupts.cause() is None
+
+
+def test_an_interrupt_that_is_raised_is_not_the_cause_of_a_later_error() -> None:
+    """Or the error of the next run would be told as the interrupt of this one."""
+    ended = threading.Event()
+    interrupts = Interrupts(same_s=0.0, heed_s=0.2)
+    interrupts.unheeded = ended.set
+    with interrupts:
+        with nobody_hears():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ended.wait(20.0)
+        with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+            send()
+    assert interrupts.cause() is None
 
 
 def test_a_signal_that_is_heard_ends_nothing() -> None:

@@ -127,6 +127,15 @@ def test_every_exit_tells_all_callbacks_and_leaves_no_worker(tmp_path: Path, err
     assert (trainer.run.checkpoints / "last.ckpt").exists() == saved
 
 
+def test_an_interrupt_that_ended_a_wait_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or Ctrl-C would be told as the end of the rank that was killed for it, and leave no checkpoint."""
+    trainer = make_trainer(tmp_path, fit_loop=short(), max_steps=9)
+    monkeypatch.setattr(trainer.interrupts, "cause", lambda: KeyboardInterrupt("SIGINT"))
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+        trainer.fit(Breaking(RuntimeError("of the wait"), at_call=2), TOY)
+    assert (trainer.run.checkpoints / "last.ckpt").exists()
+
+
 @pytest.mark.parametrize("where", ["start", "step", "ArithmeticError", "end"])
 def test_a_callback_that_fails_keeps_nobody_else_from_winding_up(tmp_path: Path, where: str) -> None:
     """Whatever one of them does, workers end, logs are complete and the others hear of it."""

@@ -35,6 +35,7 @@ class Interrupts:
         self._watch: _Watch | None = None
         self._depth, self._raised_at = 0, -math.inf
         self._pending = ""  # the name of the signal that is held back
+        self._unheeded = ""  # the name of the signal for which a wait was ended
         self._previous: dict[int, Any] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -47,16 +48,26 @@ class Interrupts:
             self._raise(name)
 
     def _raise(self, name: str) -> NoReturn:
-        self._pending, self._raised_at = "", time.monotonic()
+        self._pending, self._unheeded, self._raised_at = "", "", time.monotonic()
         raise KeyboardInterrupt(name)
 
+    def _end_wait(self, name: str) -> None:
+        self._unheeded = name
+        if self.unheeded is not None:
+            self.unheeded()
+
+    def cause(self) -> KeyboardInterrupt | None:
+        """The interrupt that had a wait ended, if the error which the wait then raised came before it."""
+        name, self._unheeded = self._unheeded, ""
+        return KeyboardInterrupt(name) if name else None
+
     def __enter__(self) -> Interrupts:
-        self._pending, self._raised_at = "", -math.inf
+        self._pending, self._unheeded, self._raised_at = "", "", -math.inf
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)
             if self.unheeded is not None:
-                self._watch = _Watch(self.same_s, self.heed_s, self.unheeded)
+                self._watch = _Watch(self.same_s, self.heed_s, self._end_wait)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -95,10 +106,10 @@ class _Watch:
     Args:
         same_s: a signal so soon after one that was heard of counts as heard of: Python may call a handler once for both.
         heed_s: seconds that the main thread has.
-        unheeded: called when they are over.
+        unheeded: called with the signal's name when they are over.
     """
 
-    def __init__(self, same_s: float, heed_s: float, unheeded: Callable[[], None]) -> None:
+    def __init__(self, same_s: float, heed_s: float, unheeded: Callable[[str], None]) -> None:
         self._same_s, self._heed_s, self._unheeded = same_s, heed_s, unheeded
         self._heard, self._heard_at, self._closed = threading.Event(), -math.inf, False
         self._ears, self._mouth = socket.socketpair()
@@ -115,10 +126,11 @@ class _Watch:
     def _listen(self) -> None:
         while numbers := self._ears.recv(64):
             self._heard.clear()
-            if not set(numbers) & {signal.SIGINT, signal.SIGTERM} or time.monotonic() - self._heard_at < self._same_s:
+            ours = [number for number in numbers if number in (signal.SIGINT, signal.SIGTERM)]
+            if not ours or time.monotonic() - self._heard_at < self._same_s:
                 continue
             if not self._heard.wait(self._heed_s) and not self._closed:
-                self._unheeded()
+                self._unheeded(signal.Signals(ours[0]).name)
 
     def close(self) -> None:
         """Leave the signals to who had them before."""

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 def winding_up(trainer: AsyncTrainer, loop: Loop | None = None) -> Iterator[None]:
     """On every kind of exit, tell the callbacks and close whatever is open. No interrupt gets into that.
 
-    The exit stacks make every call, the one pushed last first, whatever the others raise. If another rank was lost, that is
-    the error, whatever it has led to here. An interrupt is for rank 0 alone, which ends the others.
+    The exit stacks make every call, the one pushed last first, whatever the others raise. An interrupt for which a wait had
+    to be ended is the error, else another rank that was lost, whatever they have led to here. An interrupt is for rank 0
+    alone, which ends the others.
     """
     status, interrupts, ranks = "success", trainer.interrupts, trainer.ranks
     interrupts.unheeded = ranks.end_others if ranks.links is not None else None
@@ -33,7 +34,7 @@ def winding_up(trainer: AsyncTrainer, loop: Loop | None = None) -> Iterator[None
         except BaseException as raised:
             status = "failed"
             with interrupts.shielded(), ExitStack() as calls:
-                cause = ranks.cause() if isinstance(raised, RuntimeError) else None
+                cause = interrupts.cause() or ranks.cause() if isinstance(raised, RuntimeError) else None
                 error = cause or raised
                 ranks.fail(error)
                 for callback in reversed(trainer.callbacks):
