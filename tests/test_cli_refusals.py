@@ -32,6 +32,7 @@ ARGUMENTS = {
     "mistyped trainer key": (["--trainer.max_step=3"], "trainer.max_step is no setting; did you mean trainer.max_steps?"),
     "the choices of trainer": (["--trainer.max_step=3"], "settings of trainer: fit_loop, sft_loop, evaluate_loop"),
     "mistyped policy key": (["--model.hiden=3"], "model.hiden is no setting of TinyVLAPolicy; did you mean model.hidden?"),
+    "a setting that a class inherits": (["--model=Pi0Policy", "--model.num_stepz=4"], "did you mean model.num_steps?"),
     "the choices of a policy": (["--model.hiden=3"], "settings of TinyVLAPolicy: objective, hidden, head"),
     "mistyped env key": (["--env.num_env=3"], "env.num_env is no setting of ToyEnvs; did you mean env.num_envs?"),
     "mistyped loop key": (["--trainer.fit_loop.epochs=3"], "did you mean trainer.fit_loop.update_epochs?"),

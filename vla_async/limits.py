@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
 import torch
 
 from vla_async.envs.base import EnvFactory
@@ -27,6 +29,30 @@ def check_limits(**numbers: int | None) -> None:
         if value is not None and (value < least or (most is not None and value > most)):
             upper = "" if most is None else f" and at most {most}"
             raise ValueError(f"trainer.{name}={value} must be at least {least}{upper}{meaning}")
+
+
+def check_choice(setting: str, value: Any, known: Any) -> None:
+    """Refuse a value that is none of a ``Literal``'s.
+
+    Raises:
+        ValueError: names the setting, its value and the choices.
+    """
+    if value not in get_args(known):
+        raise ValueError(f"{setting}={value!r}: choose {', '.join(get_args(known))}")
+
+
+def check_bound(fragments_per_update: int | None, train_async: bool, max_staleness: int) -> None:
+    """Refuse settings of :class:`~vla_async.loops.StreamingFitLoop` for how much is in flight that cannot work.
+
+    Raises:
+        ValueError: names the setting, its value and the fix.
+    """
+    if fragments_per_update is not None and fragments_per_update < 1:
+        raise ValueError(f"fit_loop.fragments_per_update={fragments_per_update} must be at least 1 (null: one per env)")
+    if max_staleness < 0:
+        raise ValueError(f"fit_loop.max_staleness={max_staleness} must not be negative")
+    if train_async and max_staleness == 0:
+        raise ValueError("fit_loop.max_staleness=0 lets no rollout run beside training; raise it, or set train_async=false")
 
 
 def check_pair(policy: VLAPolicy, env: EnvFactory) -> None:

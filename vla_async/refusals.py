@@ -197,11 +197,23 @@ def _unknown_setting(leaf: _Leaf) -> str | None:
     if not found or leaf.class_path is None:
         return None
     owner = leaf.class_path.rpartition(".")[2]
-    names = [
-        name for name, parameter in inspect.signature(_imported(leaf.class_path)).parameters.items() if parameter.kind < 4
-    ]
+    names = _settings(_imported(leaf.class_path))
     text = f"{leaf.key}.{found[1]} is no setting of {owner}{_closest(found[1], names, prefix=leaf.key)}"
     return text + _choices(f"settings of {owner}", names)
+
+
+def _settings(owner: type) -> list[str]:
+    """The names that a class's ``__init__`` takes, its own first, then those that it passes on as ``**options``."""
+    names: list[str] = []
+    for base in owner.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # type: ignore[misc]
+        names += [parameter.name for parameter in parameters if parameter.kind < inspect.Parameter.VAR_POSITIONAL]
+        names += [parameter.name for parameter in parameters if parameter.kind == inspect.Parameter.KEYWORD_ONLY]
+        if all(parameter.kind != inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return list(dict.fromkeys(names))
 
 
 def _missing_setting(leaf: _Leaf) -> str | None:

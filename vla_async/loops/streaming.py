@@ -14,7 +14,7 @@ groups were equal, makes no optimizer step but counts: the weights are published
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -28,6 +28,7 @@ from vla_async.data.selection import Selection
 from vla_async.data.streamer import Streamer, valid_decisions
 from vla_async.envs.base import EnvSpec
 from vla_async.fabric import autocast_dtype
+from vla_async.limits import check_bound, check_choice
 from vla_async.loops.dealt import DealtRollouts
 from vla_async.loops.following import ReceivedRollouts, follow
 from vla_async.loops.rollouts import Rollouts, completed
@@ -103,18 +104,13 @@ class StreamingFitLoop(SyncFitLoop):
         compile_policy: bool = False,
     ) -> None:
         super().__init__(decisions_per_env, update_epochs, mini_batch_size, micro_batch_size, max_grad_norm, env_timeout_s)
-        if fragments_per_update is not None and fragments_per_update < 1:
-            raise ValueError(f"fit_loop.fragments_per_update={fragments_per_update} must be at least 1 (null: one per env)")
-        if max_staleness < 0:
-            raise ValueError(f"fit_loop.max_staleness={max_staleness} must not be negative")
-        if train_async and max_staleness == 0:
-            raise ValueError(
-                "fit_loop.max_staleness=0 lets no rollout run beside training; raise it, or set train_async=false"
-            )
-        choices = [("straggler", straggler, Straggler), ("selection", selection, Selection)]
-        for name, value, known in (*choices, ("in_flight", in_flight, InFlight)):
-            if value not in get_args(known):
-                raise ValueError(f"fit_loop.{name}={value!r}: choose {', '.join(get_args(known))}")
+        check_bound(fragments_per_update, train_async, max_staleness)
+        for name, value, known in (
+            ("straggler", straggler, Straggler),
+            ("selection", selection, Selection),
+            ("in_flight", in_flight, InFlight),
+        ):
+            check_choice(f"fit_loop.{name}", value, known)
         self.fragments_per_update, self.train_async, self.streamer = fragments_per_update, train_async, streamer
         self.async_interaction, self.straggler, self.placement = async_interaction, straggler, placement or Placement()
         self.max_staleness, self.selection = max_staleness if train_async else 0, selection
