@@ -41,12 +41,18 @@ if [[ ! -f $STATE || $(<"$STATE") != "$(fingerprint)" ]]; then make_venv; fi
 rm -rf "$VENV/cases"
 mkdir -p "$VENV/cases"
 theirs() {
-    "$VENV/bin/python" -m "$@" >"$VENV/cases/theirs.log" 2>&1 || {
+    HF_HOME=$PWD/$VENV/hf "$VENV/bin/python" -m "$@" >"$VENV/cases/theirs.log" 2>&1 || {
         tail -n 40 "$VENV/cases/theirs.log" >&2
         echo "parity: LeRobot's side failed, see above" >&2
         return 1
     }
 }
-PYTHONPATH=scripts HF_HOME=$PWD/$VENV/hf theirs parity.theirs
-PYTHONPATH=$LEROBOT_04:scripts HF_HOME=$PWD/$VENV/hf theirs parity.theirs_groot
-PYTHONPATH=scripts .venv/bin/python -m parity.ours
+theirs_06() { PYTHONPATH=scripts theirs "$@"; }
+theirs_04() { PYTHONPATH=$LEROBOT_04:scripts theirs "$@"; }
+ours() { PYTHONPATH=scripts .venv/bin/python -m "$@"; }
+theirs_06 parity.theirs
+theirs_04 parity.theirs_groot
+ours parity.exports
+theirs_06 parity.theirs_exports
+theirs_04 parity.theirs_groot_exports
+ours parity.ours

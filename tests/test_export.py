@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -135,16 +137,64 @@ def test_statistics_lie_where_lerobot_looks_for_them(kind, tmp_path: Path):
     export_policy(policy, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["normalization_mapping"] == {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
-    files = sorted(path.name for path in (tmp_path / "out").glob("policy_*.safetensors"))
-    assert files == [
-        "policy_postprocessor_step_0_unnormalizer_processor.safetensors",
-        "policy_preprocessor_step_0_normalizer_processor.safetensors",
-    ]
-    tensors = load_file(tmp_path / "out" / files[1])
+    tensors = load_file(tmp_path / "out" / "policy_postprocessor_step_0_unnormalizer_processor.safetensors")
     raw = torch.tensor([[0.3, -1.0, 0.2]])
     theirs = (raw - tensors["action.mean"]) / (tensors["action.std"] + 1e-8)
     torch.testing.assert_close(theirs, policy.normalize_actions(raw), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(tensors["observation.state.mean"], torch.tensor(STATE["mean"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "length"),
+    [
+        (Pi05Policy, ("pi05_prepare_state_tokenizer_processor_step", {"max_state_dim": 5}), 200),
+        (SmolVLAPolicy, ("smolvla_new_line_processor", {}), 48),
+    ],
+)
+def test_lerobots_processors_lie_beside_the_weights(kind, prompt, length, tmp_path: Path):
+    """By the names that LeRobot looks up, and in an order in which the prompt is made of what is normalised.
+
+    Without them LeRobot loads no export, with others its network sees other inputs. ``make parity`` compares what they make.
+    """
+    export_policy(make(kind, tmp_path), tmp_path / "out")
+    steps = json.loads((tmp_path / "out" / "policy_preprocessor.json").read_text())["steps"]
+    rename, batch, normalize, write, tokenize, to_device = steps
+    assert [rename["registry_name"], batch["registry_name"]] == ["rename_observations_processor", "to_batch_processor"]
+    assert (write["registry_name"], write["config"]) == prompt
+    assert to_device == {"registry_name": "device_processor", "config": {"device": "cpu"}}
+    assert tokenize["config"]["tokenizer_name"] == str(tmp_path / "tokenizer"), "transformers reads folders, not files"
+    assert tokenize["config"]["max_length"] == length
+    back = json.loads((tmp_path / "out" / "policy_postprocessor.json").read_text())["steps"][0]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for step, features in ((normalize, {**config["input_features"], **config["output_features"]}), (back, None)):
+        assert step["config"]["features"] == (features or config["output_features"])
+        assert step["config"]["norm_map"] == config["normalization_mapping"]
+        tensors = load_file(tmp_path / "out" / step["state_file"])
+        assert set(tensors) == {f"{name}.{number}" for name in ("observation.state", "action") for number in ("mean", "std")}
+
+
+@pytest.mark.parametrize("kind", [Pi05Policy, Gr00tPolicy])
+def test_large_weights_lie_as_their_reader_wants_them(kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """LeRobot looks for one file, and without it goes on with random weights; transformers reads parts, and so do we."""
+    save = functools.partial(huggingface_hub.save_torch_state_dict, max_shard_size=10_000)
+    monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", save)
+    policy = make(kind, tmp_path)
+    export_policy(policy, tmp_path / "out")
+    files = [path.name for path in (tmp_path / "out").glob("model*.safetensors")]
+    assert files == ["model.safetensors"] if kind is Pi05Policy else len(files) > 1
+    torch.testing.assert_close(chunk(load(tmp_path / "out", policy)), chunk(policy), rtol=1e-5, atol=1e-5)
+
+
+def test_gr00ts_config_describes_the_whole_network(tmp_path: Path):
+    """What LeRobot and NVIDIA's code would otherwise fill in is another network, or nothing."""
+    export_policy(make(Gr00tPolicy, tmp_path), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["action_horizon"], config["action_dim"], config["compute_dtype"]) == (5, 6, "float32")
+    head = config["action_head_cfg"]
+    dit, context = head["diffusion_model_cfg"], head["vl_self_attention_cfg"]
+    assert (dit["interleave_self_attention"], dit["norm_type"], dit["cross_attention_dim"]) == (True, "ada_norm", 24)
+    assert context["attention_head_dim"] == 8
+    assert dit["positional_embeddings"] is context["positional_embeddings"] is None
 
 
 def test_a_name_that_would_not_come_back_is_an_error():
@@ -156,11 +206,15 @@ def test_a_name_that_would_not_come_back_is_an_error():
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path):
-    """By the name of the policy; and no file of somebody else is overwritten."""
+    """By the name of the policy, or if nobody could make its prompts; and no file of somebody else is overwritten."""
     tiny = TinyVLAPolicy(hidden=[4])
     tiny.build(SPEC)
     with pytest.raises(ValueError, match="TinyVLAPolicy has no public release"):
         export_policy(tiny, tmp_path / "tiny")
+    hashing = SmolVLAPolicy(config=tiny_config(SmolVLAPolicy))
+    hashing.build(SPEC)
+    with pytest.raises(ValueError, match=r"has to be trained with model\.tokenizer"):
+        export_policy(hashing, tmp_path / "hashing")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("42")
     with pytest.raises(FileExistsError, match="is not empty; give a new folder as --directory"):

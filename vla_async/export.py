@@ -4,6 +4,7 @@
 
    model.safetensors    the weights, with low-rank additions added up (several files and an index for a large model)
    config.json          the sizes, as the release says them
+   policy_*             LeRobot's processors, for a policy in LeRobot's layout
    model.yaml           a section ``model`` that loads the folder, to be given as a second ``--config``
 
 The critic, and what only exploration needs, stay behind: a release has no place for them.
@@ -23,19 +24,19 @@ import yaml
 from torch import nn
 
 from vla_async.ablation import resolve
+from vla_async.lerobot_processors import write_processors
 from vla_async.policies.adapters import merged_weights
 from vla_async.policies.base import VLAPolicy
 from vla_async.policies.layouts import fuse
 from vla_async.policies.openvla_oft import OpenVLAOFTPolicy
 from vla_async.policies.processing import Normalizer
 from vla_async.policies.release_layouts import layout_of
+from vla_async.policies.released import ReleasedFlowPolicy
 from vla_async.refusals import ConfigError
 from vla_async.run_directory import resolve_checkpoint
 from vla_async.state import plain_hyper_parameters
 
 _STATE_FILE = "proprio_projector"  # OpenVLA-OFT keeps it apart
-_STATISTICS_FILES = ("policy_preprocessor_step_0_normalizer_processor", "policy_postprocessor_step_0_unnormalizer_processor")
-_LEROBOT_EPS = 1e-8  # LeRobot adds so much to a deviation
 
 
 def export_policy(policy: VLAPolicy, directory: Path) -> None:
@@ -46,10 +47,10 @@ def export_policy(policy: VLAPolicy, directory: Path) -> None:
         directory: a new or empty folder.
 
     Raises:
-        ValueError: if the policy has no such layout.
+        ValueError: if the policy has no such layout, or no tokenizer that others could use.
         FileExistsError: if the folder has files.
     """
-    layout = layout_of(policy)
+    layout, settings = layout_of(policy), _settings(policy, directory)
     if directory.exists() and any(directory.iterdir()):
         raise FileExistsError(f"{directory} is not empty; give a new folder as --directory")
     directory.mkdir(parents=True, exist_ok=True)
@@ -60,12 +61,12 @@ def export_policy(policy: VLAPolicy, directory: Path) -> None:
         if beside:
             names = {name.removeprefix(f"{_STATE_FILE}."): tensor for name, tensor in beside.items()}
             _save(names, directory / f"{_STATE_FILE}.safetensors")
-    _save_sharded(tensors, directory)
+    _save_weights(tensors, directory, in_one_file=layout.is_lerobots)
     (directory / "config.json").write_text(json.dumps(layout.config, indent=2, default=str) + "\n")
-    if "normalization_mapping" in layout.config:
-        _write_statistics(policy, directory)
+    if layout.is_lerobots:
+        write_processors(cast(ReleasedFlowPolicy, policy), layout, settings["tokenizer"], directory)
     name = f"{type(policy).__module__}.{type(policy).__qualname__}"
-    section = {"model": {"class_path": name, "init_args": _settings(policy, directory)}}
+    section = {"model": {"class_path": name, "init_args": settings}}
     (directory / "model.yaml").write_text(yaml.safe_dump(section, sort_keys=False))
 
 
@@ -73,7 +74,11 @@ def _settings(policy: VLAPolicy, directory: Path) -> dict[str, Any]:
     """What makes the same policy of the folder: the settings it was made with, and its statistics."""
     options = plain_hyper_parameters(policy)
     tokenizer = options["tokenizer"] or options["pretrained"]
-    if tokenizer is not None and Path(tokenizer).exists():
+    if tokenizer is None:
+        raise ValueError(
+            "the policy hashes words, which nobody who loads the export could do; it has to be trained with model.tokenizer"
+        )
+    if Path(tokenizer).exists():
         tokenizer = str(Path(tokenizer).resolve())
     dropped = ("lora", "dataset")  # the weights are whole, and the statistics are given
     kept = {name: value for name, value in options.items() if name not in dropped}
@@ -86,10 +91,14 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(file), {"format": "pt"})
 
 
-def _save_sharded(tensors: dict[str, torch.Tensor], directory: Path) -> None:
-    from huggingface_hub import save_torch_state_dict
+def _save_weights(tensors: dict[str, torch.Tensor], directory: Path, in_one_file: bool) -> None:
+    """In one file, for LeRobot reads no other; else in several if they are large, for transformers reads those sooner."""
+    if in_one_file:
+        _save(tensors, directory / "model.safetensors")
+    else:
+        from huggingface_hub import save_torch_state_dict
 
-    save_torch_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, directory)
+        save_torch_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, directory)
 
 
 def _normalizers(policy: Any) -> dict[str, Normalizer]:
@@ -104,16 +113,6 @@ def _statistics(policy: Any) -> dict[str, Any]:
         name: {"mode": "mean_std", "mean": part.offset.tolist(), "std": part.scale.tolist(), "eps": 0.0}
         for name, part in _normalizers(policy).items()
     }
-
-
-def _write_statistics(policy: Any, directory: Path) -> None:
-    """The statistics as LeRobot keeps them, beside the weights."""
-    features = {"action_statistics": "action", "state_statistics": "observation.state"}
-    tensors: dict[str, torch.Tensor] = {}
-    for name, part in _normalizers(policy).items():
-        tensors |= {f"{features[name]}.mean": part.offset, f"{features[name]}.std": part.scale - _LEROBOT_EPS}
-    for file in _STATISTICS_FILES:
-        _save(tensors, directory / f"{file}.safetensors")
 
 
 def export(args: Sequence[str]) -> Path:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 FOLDER = Path(".parity-venv/cases")
 MODELS = ("pi0", "pi05", "smolvla", "groot")
+EXPORTED = ("pi05", "smolvla", "groot")  # π0 is exported in the layout of transformers
+EXPORT, ANSWERS = "export", "exported"  # in a model's folder: what we wrote, and what LeRobot makes of it
 TOLERANCE = 1e-4
 SENSITIVITY = 20 * TOLERANCE  # each input has to change the velocity by this share, else equal numbers say nothing of it
 
@@ -79,7 +81,7 @@ GROOT_HEAD: dict[str, Any] = {
     "hidden_size": 20, "num_target_vision_tokens": 2, "max_num_embodiments": 4, "max_state_dim": MAX_STATE_DIM,
     "action_dim": MAX_ACTION_DIM, "action_horizon": HORIZON,
 }  # fmt: skip
-GROOT_EMBODIMENT = 2
+GROOT_ROBOT, GROOT_EMBODIMENT = "so100", 2
 GROOT_IMAGE_SIZE = (3, 28, 28)
 
 _SPECIAL = ("<pad>", "<eos>", "<bos>")
@@ -114,9 +116,9 @@ def instructions() -> list[str]:
     return [INSTRUCTIONS[row == 3] for row in range(len(ROWS))]
 
 
-def randomize(module: nn.Module, scale: float = 0.2) -> None:
+def randomize(module: nn.Module, scale: float = 0.2, seed: int = 11) -> None:
     """Make every weight matter, also gates and scales that begin at zero."""
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)

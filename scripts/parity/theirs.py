@@ -60,8 +60,9 @@ def features() -> dict[str, Any]:
     return {"input_features": inputs, "output_features": outputs, "n_action_steps": cases.HORIZON, "device": "cpu"} | sizes
 
 
-def make_pi(name: str, module: Any, folder: Path) -> Any:
-    """A tiny π0 or π0.5. LeRobot has two fixed sizes only, so its own are replaced as the networks are made."""
+@contextmanager
+def tiny_pi(module: Any) -> Iterator[None]:
+    """Let the networks of π0 or π0.5 be made tiny: LeRobot has two fixed sizes only, so its own are replaced meanwhile."""
     text, expert = cases.PI_TEXT, cases.PI_EXPERT
 
     def variant(kind: str) -> Any:
@@ -87,15 +88,21 @@ def make_pi(name: str, module: Any, folder: Path) -> Any:
 
         return make
 
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(module, "get_gemma_config", variant))
+        for network in ("PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM"):
+            stack.enter_context(mock.patch.object(module, network, shrunk(getattr(module, network))))
+        yield
+
+
+def make_pi(name: str, module: Any, folder: Path) -> Any:
+    """A tiny π0 or π0.5."""
     size = cases.PI_VISION["image_size"]
     # LeRobot knows a third camera that the envs do not have: it shows black and is masked out
     config = getattr(importlib.import_module(f"lerobot.policies.{name}"), f"{name.upper()}Config")(
         num_inference_steps=cases.NUM_STEPS, image_resolution=(size, size), empty_cameras=1, **features()
     )
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(module, "get_gemma_config", variant))
-        for network in ("PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM"):
-            stack.enter_context(mock.patch.object(module, network, shrunk(getattr(module, network))))
+    with tiny_pi(module):
         return getattr(module, f"{name.upper()}Policy")(config)
 
 
@@ -167,6 +174,11 @@ def run(name: str) -> None:
     preprocess, postprocess = make_processors(name, policy.config, folder / "tokenizer")
     preprocess.save_pretrained(checkpoint)
 
+    answer(module, policy, preprocess, postprocess, folder)
+
+
+def answer(module: Any, policy: Any, preprocess: Any, postprocess: Any, folder: Path) -> None:
+    """Write the inputs, and what LeRobot makes of them."""
     seen = cases.observations(cases.CAMERAS)
     batch: dict[str, Any] = {f"observation.images.{camera}": seen[camera].float() / 255.0 for camera in cases.CAMERAS}
     batch |= {"observation.state": seen["state"], "task": cases.instructions()}

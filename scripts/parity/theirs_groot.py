@@ -187,8 +187,6 @@ def run() -> None:
     model = make_model().eval()
     cases.randomize(model)
     model.save_pretrained(folder / "checkpoint")
-
-    seen = cases.observations(dict.fromkeys(cases.CAMERAS, cases.GROOT_IMAGE_SIZE))
     pack = GrootPackInputsStep(
         max_state_dim=cases.MAX_STATE_DIM,
         max_action_dim=cases.MAX_ACTION_DIM,
@@ -197,6 +195,12 @@ def run() -> None:
         stats=cases.STATISTICS,
     )
     unpack = GrootActionUnpackUnnormalizeStep(env_action_dim=cases.ACTION_DIM, stats=cases.STATISTICS)
+    answer(model, pack, unpack, folder)
+
+
+def answer(model: Any, pack: Any, unpack: Any, folder: Path) -> None:
+    """Write the inputs, and what LeRobot makes of them."""
+    seen = cases.observations(dict.fromkeys(cases.CAMERAS, cases.GROOT_IMAGE_SIZE))
     chunks, paths = [], []
     for row, instruction in enumerate(cases.instructions()):  # alone: LeRobot attends to the padding of a batch
         packed = pack({"observation": {"observation.state": seen["state"][row : row + 1]}, "complementary_data": {}})
@@ -213,9 +217,14 @@ def run() -> None:
     (folder / "case.json").write_text(json.dumps(said, indent=1))
 
 
-if __name__ == "__main__":
+def do_without_absent() -> None:
+    """Before LeRobot is imported: stand in for what no network needs."""
     # these look which packages there are as they are imported, so they come first
     for package in ("diffusers.models.attention", "transformers.processing_utils"):
         importlib.import_module(package)
     do_without(*ABSENT)
+
+
+if __name__ == "__main__":
+    do_without_absent()
     run()

@@ -89,12 +89,19 @@ class Layout:
         key_map: back, as for :func:`~vla_async.policies.checkpoints.load_mapped`.
         config: content of ``config.json``.
         zeros: shapes of tensors that the release has and the network does not, for nothing reads them.
+        prompt_steps: the steps of LeRobot's processor that make an instruction the prompt, by name, with their options.
     """
 
     names: Pairs
     key_map: Pairs
     config: Mapping[str, Any]
     zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    prompt_steps: Sequence[tuple[str, Mapping[str, Any]]] = ()
+
+    @property
+    def is_lerobots(self) -> bool:
+        """Whether LeRobot loads it: with its processors beside it, and all weights in one file."""
+        return "normalization_mapping" in self.config
 
     def rename(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The network's tensors under the release's names.

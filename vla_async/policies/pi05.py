@@ -60,7 +60,7 @@ class Pi05Policy(PaliGemmaPolicy):
         assert spec.state_dim is not None
         if dim is not None and dim < spec.state_dim:
             raise ValueError(f"model.prompt_state_dim={dim} is below the envs' {spec.state_dim} state elements; raise it")
-        self._prompt_state_dim = spec.state_dim if dim is None else dim
+        self.prompt_state_dim = spec.state_dim if dim is None else dim
         return shape
 
     def make_model(self, config: Any) -> nn.Module:
@@ -87,12 +87,12 @@ class Pi05Policy(PaliGemmaPolicy):
         Raises:
             ValueError: if the prompt could become too long for ``max_tokens``.
         """
-        self.prompt.tokenize(instruction, [_BINS - 1] * self._prompt_state_dim)
+        self.prompt.tokenize(instruction, [_BINS - 1] * self.prompt_state_dim)
         return encode_text(instruction, self.hparams["max_bytes"])
 
     def prefix(self, td: TensorDictBase) -> Prefix:
         """Read cameras and a prompt with the state in it."""
-        state = pad_last(self.state_normalizer.normalize(td[keys.STATE]), self._prompt_state_dim, "the state")
+        state = pad_last(self.state_normalizer.normalize(td[keys.STATE]), self.prompt_state_dim, "the state")
         tokens = self.prompt.with_state(td[keys.INSTRUCTION_TOKENS], discretize(state, _BINS))
         return self.read_prefix(td, tokens, None)
 

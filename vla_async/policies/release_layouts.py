@@ -16,6 +16,8 @@ from vla_async.policies.prismatic import KEY_MAP as OPENVLA_KEY_MAP
 from vla_async.policies.released import ReleasedFlowPolicy
 from vla_async.policies.smolvla import SmolVLAPolicy
 
+_GR00T_BLOCKS = {"dropout": 0.2, "final_dropout": True, "positional_embeddings": None}  # as in the release
+
 
 @singledispatch
 def layout_of(policy: object) -> Layout:
@@ -63,6 +65,7 @@ def _lerobot_config(policy: ReleasedFlowPolicy, kind: str) -> dict[str, Any]:
         "max_action_dim": sizes.max_action_dim,
         "min_period": sizes.min_period,
         "max_period": sizes.max_period,
+        "tokenizer_max_length": policy.prompt.max_length,
     }
 
 
@@ -70,10 +73,17 @@ def _lerobot_config(policy: ReleasedFlowPolicy, kind: str) -> dict[str, Any]:
 def _of_pi05(policy: Pi05Policy) -> Layout:
     """That of ``lerobot/pi05_base``, with the expert's output layer, which is loaded there but never read."""
     sizes = policy.sizes
-    config = _lerobot_config(policy, "pi05") | {"num_inference_steps": policy.hparams["num_steps"]}
+    size = sizes.vision_config["image_size"]
+    config = _lerobot_config(policy, "pi05") | {
+        "num_inference_steps": policy.hparams["num_steps"],
+        "image_resolution": [size, size],
+        "dtype": policy.hparams["dtype"],
+    }
+    # LeRobot 0.4 pads the state in the prompt to this, 0.6 leaves it as long as it is
+    state_in_prompt = ("pi05_prepare_state_tokenizer_processor_step", {"max_state_dim": policy.prompt_state_dim})
     unread = (sizes.text_config["vocab_size"], sizes.expert_config["hidden_size"])
     zeros = {"paligemma_with_expert.gemma_expert.lm_head.weight": unread}
-    return Layout(PI05_NAMES, _key_map(policy), config, zeros)
+    return Layout(PI05_NAMES, _key_map(policy), config, zeros, [state_in_prompt])
 
 
 @layout_of.register
@@ -88,7 +98,7 @@ def _of_smolvla(policy: SmolVLAPolicy) -> Layout:
         "attention_mode": "cross_attn",
         "num_steps": policy.hparams["num_steps"],
     }
-    return Layout(SMOLVLA_NAMES, _key_map(policy), config)
+    return Layout(SMOLVLA_NAMES, _key_map(policy), config, prompt_steps=[("smolvla_new_line_processor", {})])
 
 
 @layout_of.register
@@ -113,12 +123,28 @@ def _of_gr00t(policy: Gr00tPolicy) -> Layout:
             "attention_head_dim": sizes.dit_head_dim,
             "num_layers": sizes.dit_layers,
             "output_dim": sizes.hidden_size,
+            "cross_attention_dim": sizes.context_dim,
+            "interleave_self_attention": True,
+            "norm_type": "ada_norm",
+            **_GR00T_BLOCKS,
         },
-        "vl_self_attention_cfg": {"num_attention_heads": sizes.context_heads, "num_layers": sizes.context_layers},
+        "vl_self_attention_cfg": {
+            "num_attention_heads": sizes.context_heads,
+            "attention_head_dim": sizes.context_dim // sizes.context_heads,
+            "num_layers": sizes.context_layers,
+            **_GR00T_BLOCKS,
+        },
     }
-    backbone = {"project_to_dim": None, "select_layer": sizes.text_config["num_hidden_layers"]}
-    config = {"model_type": "gr00t_n1_5", "architectures": ["GR00T_N1_5"], "action_head_cfg": head}
-    return Layout(GR00T_NAMES, _key_map(policy), config | {"backbone_cfg": backbone})
+    config = {
+        "model_type": "gr00t_n1_5",
+        "architectures": ["GR00T_N1_5"],
+        "action_dim": sizes.max_action_dim,
+        "action_horizon": sizes.chunk_size,
+        "compute_dtype": policy.hparams["dtype"],
+        "action_head_cfg": head,
+        "backbone_cfg": {"project_to_dim": None, "select_layer": sizes.text_config["num_hidden_layers"]},
+    }
+    return Layout(GR00T_NAMES, _key_map(policy), config)
 
 
 @layout_of.register
