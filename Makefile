@@ -5,6 +5,9 @@ VENV_PYTHON := .venv/bin/python
 .PHONY: help setup demo test test-recipes parity lint format docs clean
 .DEFAULT_GOAL := help
 
+# the tests start a few hundred processes, which would all compile the library again
+unexport PYTHONDONTWRITEBYTECODE
+
 help:
 	@echo "make demo    train a policy in ManiSkill: imitation first, then reinforcement learning (about 5 minutes)"
 	@echo "make test    run the tests"

@@ -4,24 +4,30 @@ What becomes of a block depends on its language:
 
 - ``python`` runs; the blocks of a page share their names. ``{code-block} python`` with a ``:caption:`` is a module: it is
   written to the file that the caption names, and imported.
-- ``bash`` runs, in the same folder.
+- ``bash`` runs, in the same folder; a command line of ``vla-async`` alone in this process, which has imported everything.
 - ``yaml`` is part of a recipe: it must be accepted on top of ``recipes/toy_ppo.yaml``. With a caption it is a whole recipe,
   and is written to that file.
 - ``text`` is output or a layout.
 
 ``<!-- not run: reason -->`` on the line above a fence leaves a block out.
 
-Run as a program, ``python code_blocks.py PAGE`` executes the blocks of a page in the current folder.
+Run as a program, it reads a page and a folder per line (as JSON), executes the blocks of the page in the folder, and answers
+with a line: null, or the traceback. What the blocks print goes to stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import importlib
 import io
+import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +91,23 @@ def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
 
 def run_bash(block: Block) -> None:
     """Execute; the first command that fails ends the block."""
-    subprocess.run(["bash", "-euo", "pipefail", "-c", block.source], check=True)
+    for line in block.source.replace("\\\n", " ").splitlines():
+        if not line.startswith("vla-async ") or re.search(r"[|&;<>$`]|num_ranks", line):  # ranks run their command again
+            subprocess.run(["bash", "-euo", "pipefail", "-c", line], check=True)
+        elif run_command_line(line):
+            raise ValueError(f"it failed: {line}")
+
+
+def run_command_line(line: str) -> int:
+    """Run a line of ``vla-async`` here; returns its exit code."""
+    from vla_async.__main__ import main
+
+    _, *words = shlex.split(line, comments=True)
+    found = [sorted(glob.glob(word)) if "*" in word else [word] for word in words]
+    try:
+        return main([word for words in found for word in words])
+    except SystemExit as end:  # of --help
+        return int(end.code or 0)
 
 
 def check_recipe(block: Block) -> None:
@@ -124,6 +146,25 @@ def run_page(page: Path) -> None:
             check_recipe(block)
 
 
+def serve() -> None:
+    """Run the pages that are asked for, one after the other."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the blocks print
+    for line in sys.stdin:
+        page, folder = json.loads(line)
+        os.chdir(folder)
+        sys.path.insert(0, folder)  # files that the page writes can be imported
+        before, problem = set(sys.modules), None
+        try:
+            run_page(Path(page))
+        except BaseException:  # noqa: BLE001 - whatever it is, the next page is run all the same
+            problem = traceback.format_exc()
+        sys.path.remove(folder)
+        for name in set(sys.modules) - before:
+            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+                del sys.modules[name]  # another page may have a module of the same name
+        print(json.dumps(problem), file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    sys.path.insert(0, "")  # files that the page writes can be imported
-    run_page(Path(sys.argv[1]))
+    serve()

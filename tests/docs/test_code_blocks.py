@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,25 +26,49 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "docs" / "code_blocks.py"), str(page)],
-        cwd=folder,
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class Runner:
+    """A process that runs pages one after the other: importing everything is what takes long."""
+
+    def __init__(self, log: Path) -> None:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.log = log
+        with log.open("w") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests" / "docs" / "code_blocks.py")],
+                cwd=log.parent,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+            )
+
+    def problem(self, page: Path, folder: Path) -> str | None:
+        """Run a page; what went wrong, with all that it said before."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        start = self.log.stat().st_size
+        print(json.dumps([str(page), str(folder)]), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        problem = json.loads(answer) if answer else f"the process ended (exit code {self.process.wait()})"
+        return None if problem is None else self.log.read_bytes()[start:].decode()[-6000:] + problem
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    runner = Runner(tmp_path_factory.mktemp("pages") / "log")
+    yield runner
+    runner.process.communicate(timeout=60)
+    assert runner.process.returncode == 0
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
-def test_all_blocks_of_a_page_run(page: Path, folder: Path) -> None:
+def test_all_blocks_of_a_page_run(page: Path, folder: Path, runner: Runner) -> None:
     """A reader who follows the page from top to bottom meets no error."""
-    result = run_page(page, folder)
-    assert result.returncode == 0, result.stdout[-6000:]
+    problem = runner.problem(page, folder)
+    assert problem is None, problem
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -114,7 +140,7 @@ assert VALUE == answer
 """
 
 
-def test_blocks_are_found_with_their_lines_and_files(tmp_path: Path) -> None:
+def test_blocks_are_found_with_their_lines_and_files(tmp_path: Path, runner: Runner) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     assert code_blocks(page) == [
@@ -124,16 +150,21 @@ def test_blocks_are_found_with_their_lines_and_files(tmp_path: Path) -> None:
         Block("bash", "test -f module.py\n", 23),
         Block("python", "from module import VALUE\nassert VALUE == answer\n", 27),
     ]
-    assert run_page(page, tmp_path).returncode == 0
+    assert runner.problem(page, tmp_path) is None
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["```python\nassert 1 == 2\n```\n", "```bash\nfalse\ntrue\n```\n", "```yaml\ntrainer:\n  max_stepz: 3\n```\n"],
-    ids=["python", "bash", "yaml"],
+    [
+        "```python\nassert 1 == 2\n```\n",
+        "```bash\nfalse\ntrue\n```\n",
+        "```bash\nvla-async fit --config recipes/toy_ppo.yaml --trainer.max_stepz 3\n```\n",
+        "```yaml\ntrainer:\n  max_stepz: 3\n```\n",
+    ],
+    ids=["python", "bash", "command", "yaml"],
 )
-def test_a_wrong_block_fails(wrong: str, folder: Path) -> None:
+def test_a_wrong_block_fails(wrong: str, folder: Path, runner: Runner) -> None:
     """A page whose code has rotted must not pass."""
     page = folder / "page.md"
     page.write_text(wrong)
-    assert run_page(page, folder).returncode != 0
+    assert runner.problem(page, folder) is not None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
+import pytest
+
+from examples import demo
+
 RECIPE = """
 trainer:
   name: demo
@@ -26,16 +28,19 @@ env:
 """
 
 
-def test_the_demo_goes_from_demonstrations_to_a_table_of_what_was_gained(tmp_path: Path) -> None:
+def test_the_demo_goes_from_demonstrations_to_a_table_of_what_was_gained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """If this failed, `make demo` would end in an error after minutes of work."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
-    command = [sys.executable, str(DEMO), "--recipe", str(recipe), "--seeds", "0", "1", "--compare"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "4 demonstrations from 4 attempts" in done.stdout
-    assert all(f"toy-tracking, seed {seed}" in done.stdout for seed in (0, 1))
-    assert all(f"toy-tracking, seed {seed}, synchronous" in done.stdout for seed in (0, 1))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--recipe", str(recipe), "--seeds", "0", "1", "--compare"])
+    demo.main()
+    said = capsys.readouterr().out
+    assert "4 demonstrations from 4 attempts" in said
+    assert all(f"toy-tracking, seed {seed}" in said for seed in (0, 1))
+    assert all(f"toy-tracking, seed {seed}, synchronous" in said for seed in (0, 1))
     results = sorted(tmp_path.glob("runs/demo/*/result.json"))
     records = [json.loads(result.read_text()) for result in results]
     assert sorted((record["seed"], record["loop"]) for record in records) == [
