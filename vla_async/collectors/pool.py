@@ -59,6 +59,21 @@ def warm_up() -> None:
     forkserver.ensure_running()
 
 
+def server_address() -> str:
+    """Where the server process of this process listens; for :func:`use_server` in a process that it has forked."""
+    forkserver.ensure_running()
+    server: Any = forkserver._forkserver
+    address: str = server._forkserver_address
+    return address
+
+
+def use_server(address: str) -> None:
+    """Let the workers of this process come from a server that runs already: one of its own would import everything again."""
+    server: Any = forkserver._forkserver
+    server._forkserver_address = address
+    server.ensure_running = lambda: None  # multiprocessing only knows of servers that the process itself has started
+
+
 class EnvPool:
     """N envs in worker processes, with one row of shared memory each. Use it as a context manager, or call ``close``.
 

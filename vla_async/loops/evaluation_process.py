@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vla_async.collectors.acting import portable
-from vla_async.collectors.pool import WorkerError, how_it_ended, worker_context
+from vla_async.collectors.pool import WorkerError, how_it_ended, server_address, use_server, worker_context
 from vla_async.collectors.processes import end_members, start_member
 from vla_async.collectors.worker import Reply, Reporting, leave_signals_to_parent
 from vla_async.envs.base import EnvFactory
@@ -58,7 +58,9 @@ class EvaluationProcess:
         self.progress = SharedBlock({"ended": Field((1,), torch.int64)})
         self._thread: threading.Thread | None = None
         self._trouble: Exception | None = None
+        context = worker_context()
         orders = EvaluationOrders(
+            server=server_address(),
             pickled=cloudpickle.dumps((portable(trainer.policy), loop)),
             factory=env,
             videos=trainer.run.videos,
@@ -67,7 +69,7 @@ class EvaluationProcess:
             weights=self.weights,
             progress=self.progress,
         )
-        self.member = start_member(worker_context(), "evaluation process", run_evaluations, orders, daemon=False)
+        self.member = start_member(context, "evaluation process", run_evaluations, orders, daemon=False)
 
     @property
     def has_spoken(self) -> bool:
@@ -164,6 +166,7 @@ class EvaluationOrders:
     """What the process is started with.
 
     Attributes:
+        server: address of the server process that its envs' workers come from.
         pickled: the policy and the :class:`EvaluateLoop`.
         factory: the envs.
         videos: directory for recordings.
@@ -173,6 +176,7 @@ class EvaluationOrders:
         progress: int64 ``[1]``, how many episodes of the request have ended.
     """
 
+    server: str
     pickled: bytes
     factory: EnvFactory
     videos: Path
@@ -188,6 +192,7 @@ def run_evaluations(link: Connection, orders: EvaluationOrders) -> None:
     A request is the version of the weights in the block, and what else the state_dict holds; None ends the process.
     """
     leave_signals_to_parent()
+    use_server(orders.server)
     torch.set_num_threads(1)  # the other cores are for training and its envs
     torch.manual_seed(fold(orders.seed, "evaluation") % 2**63)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # nobody is left to tell
