@@ -35,7 +35,7 @@ def test_the_new_policy_learns_with_either_noise(
 ) -> None:
     """If this failed, reinforcement learning would not work through a flow: its log-prob would not be the one to move."""
     monkeypatch.chdir(tmp_path)
-    new_policy.main(["--noise", noise])
+    new_policy.main(["--noise", noise, "--updates", "40"])
     said = capsys.readouterr().out
     success = [float(rate) for rate in re.findall(r"validate at step \d+: success_once ([\d.]+)", said)]
     assert len(success) == 2, "before and after"
