@@ -2,7 +2,7 @@
 # the interpreter of a new .venv.
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup demo test test-recipes parity lint format docs clean
+.PHONY: help setup demo test parity lint format docs clean
 .DEFAULT_GOAL := help
 
 # the tests start a few hundred processes, which would all compile the library again
@@ -12,7 +12,6 @@ help:
 	@echo "make demo    train a policy in ManiSkill: imitation first, then reinforcement learning (about 5 minutes)"
 	@echo "make test    run the tests"
 	@echo "make parity  compare our policies with LeRobot's, in an environment of its own (several GB the first time)"
-	@echo "make test-recipes  run the tiny twins of the pretrained policies' recipes on the real simulators"
 	@echo "make setup   only set up .venv and the simulators' system libraries"
 	@echo "make lint    ruff, its formatter's check, and mypy"
 	@echo "make format  let ruff format and fix what it can"
@@ -27,9 +26,6 @@ demo: setup
 
 test: setup
 	$(VENV_PYTHON) -m pytest
-
-test-recipes: setup
-	$(VENV_PYTHON) -m pytest -m twin
 
 parity: setup
 	@PARITY_PYTHON='$(PARITY_PYTHON)' bash scripts/parity.sh

@@ -132,7 +132,6 @@ def check_twin(recipe: str) -> tuple[dict[str, Any], set[str]]:
     return row, changed(before, after)
 
 
-@pytest.mark.twin
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("recipe", ["libero_pi05_ppo_tiny.yaml", "libero_gr00t_ppo_tiny.yaml"])
 def test_a_flow_policy_trains_in_libero_by_ppo(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +144,6 @@ def test_a_flow_policy_trains_in_libero_by_ppo(recipe: str, tmp_path: Path, monk
     assert not any(".vlm." in name or ".backbone." in name for name in moved)
 
 
-@pytest.mark.twin
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("recipe", ["maniskill_pi0_ppo_tiny.yaml", "maniskill_pi0_grpo_tiny.yaml"])
 def test_pi0_trains_in_maniskill(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +158,6 @@ def test_pi0_trains_in_maniskill(recipe: str, tmp_path: Path, monkeypatch: pytes
         assert float(metrics["grpo/equal_groups"]) == 0.0
 
 
-@pytest.mark.twin
 @pytest.mark.timeout(900)
 def test_action_tokens_train_in_libero_by_grpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of episodes from the same state; all fail, so that steps are made and move nothing."""
