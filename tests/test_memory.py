@@ -97,14 +97,15 @@ def test_low_rank_additions_shrink_all_but_the_weights() -> None:
 
 
 def test_fsdp_shards_the_optimizer_and_keeps_what_it_gathers() -> None:
-    """Per float32 parameter 8 + 8 / n bytes, and a shard of the weights and the gradient."""
-    policy = make_pi0()
+    """Per float32 parameter 8 + 8 / n bytes, and a shard of the weights, frozen ones too, and of the gradient."""
+    policy = make_pi0(freeze="vision")
     arguments = (policy, policy.configure_optimizers(), CPU, Work(0, 0), Decision(0, 0, 0))
     one, four = (estimate_memory(*arguments, shards=shards).to_dict()[HOST] for shards in (1, 4))
     trained = one["gradients"]
     assert one["optimizer"] == 2 * trained
     assert four["optimizer"] == trained // 2
-    assert four["gradients"] == trained + trained // 2
+    assert four["gradients"] == trained + trained // 4
+    assert four["weights"] == one["weights"] + one["weights"] // 4
 
 
 # ---------------------------------------------------------------- what a decision takes

@@ -194,13 +194,13 @@ def estimate_memory(
     trained = total_bytes(parameter for parameter in policy.parameters() if parameter.requires_grad)
     published = total_bytes(tensors[name] for name in published_names(policy))
     reference = trained if getattr(policy.objective, "kl_coef", 0.0) else 0
-    sharded = 2 * trained // shards if shards > 1 else 0  # of the weights and the gradients, beside the whole ones
+    share = 1.0 / shards if shards > 1 else 0.0  # a shard of the weights and the gradients beside the whole ones
     trained_less = _of_model(policy, lora="{rank: 32}", freeze="vision")
     row, loop = decision.seen + decision.made, work.section
     batch = f"{loop}.fragments_per_update or decisions_per_env" if loop == "fit_loop" else f"{loop}.batch_size"
     parts = [
-        Part("weights", here, weights, _of_model(policy, dtype="bfloat16"), is_held=True),
-        Part("gradients", here, trained + sharded, trained_less),
+        Part("weights", here, weights + int(weights * share), _of_model(policy, dtype="bfloat16"), is_held=True),
+        Part("gradients", here, trained + int(trained * share), trained_less),
         Part("optimizer", here, state // shards, trained_less),
         Part("reference of kl_coef", here, reference, "model.objective.kl_coef=0"),
         Part(

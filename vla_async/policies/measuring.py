@@ -53,13 +53,13 @@ def measure_decision(
             made = policy.eval().act(td)
         made[keys.ACTION_IS_PAD] = torch.zeros(made[keys.CHUNK].shape[:-1], dtype=torch.bool, device=device)
         policy.train()
-        kept: dict[int, int] = {}
+        kept: dict[int, torch.UntypedStorage] = {}  # held, for the place of one that is freed would be another's
         known = {tensor.untyped_storage().data_ptr() for tensor in [*policy.parameters(), *policy.buffers()]}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
-                kept[storage.data_ptr()] = storage.nbytes()
+                kept[storage.data_ptr()] = storage
             return tensor
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -69,7 +69,7 @@ def measure_decision(
     with torch.no_grad():
         for name, buffer in buffers.items():
             policy.get_buffer(name).copy_(buffer)
-    return Decision(seen, total_bytes(made.values(True, True)) - seen, sum(kept.values()))
+    return Decision(seen, total_bytes(made.values(True, True)) - seen, sum(storage.nbytes() for storage in kept.values()))
 
 
 def blank_observations(policy: VLAPolicy, rows: int, device: torch.device) -> TensorDictBase:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy
@@ -67,6 +67,7 @@ class SizeWeightedFSDPStrategy(AcrossRanks, ModelParallelStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         self._roots: list[Module] = []
+        self._trained: list[Tensor] = []  # what of the whole weights gets gradients
         self._is_whole = True  # not so from a division to the step
         self._leaf_of, self._shard_of = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         super().__init__(
@@ -98,18 +99,18 @@ class SizeWeightedFSDPStrategy(AcrossRanks, ModelParallelStrategy):
         module = super().setup_module(module)
         _check_sharded(module)
         assert isinstance(module, FSDPModule)
-        module.set_reshard_after_forward(False)
-        module.set_reshard_after_backward(False)
-        module.set_requires_gradient_sync(False)
-        module._get_fsdp_state()._lazy_init()  # else the first part of it to be called would take itself for the root
-        for part in _parts(module):
-            assert isinstance(part, Module)
-            self._guards.append(part.register_forward_pre_hook(self._check_whole, prepend=True))
-            _leave_state_dict_alone(part)
         shards = dict(module.named_parameters())
+        for shard in shards.values():
+            shard.requires_grad_(False)  # else FSDP, which could then reduce gradients, wants one dtype in each part
+        module._get_fsdp_state()._lazy_init()
+        for part in _parts(module):
+            _keep_data_only(part)
+            self._guards.append(cast(Module, part).register_forward_pre_hook(self._check_whole, prepend=True))
         self._roots.append(module)
         self._gather()
         for name, leaf in module.named_parameters():
+            if before[name].requires_grad:
+                self._trained.append(leaf.requires_grad_())
             self._leaf_of[shards[name]] = leaf
             self._shard_of[leaf] = self._shard_of[before[name]] = shards[name]
         return module
@@ -134,6 +135,7 @@ class SizeWeightedFSDPStrategy(AcrossRanks, ModelParallelStrategy):
     def teardown(self) -> None:
         """Forget the modules, which stay sharded, and release what Lightning holds."""
         self._roots.clear()
+        self._trained.clear()
         super().teardown()
         self._leaf_of, self._shard_of = WeakIdKeyDictionary(), WeakIdKeyDictionary()
 
@@ -194,8 +196,6 @@ class SizeWeightedFSDPStrategy(AcrossRanks, ModelParallelStrategy):
         for root in self._roots:
             for part in _parts(root):
                 part.reshard()
-            if not all(isinstance(parameter, DTensor) for parameter in root.parameters()):
-                raise RuntimeError("a forward pass was broken off, so the weights cannot be sharded; start the run again")
 
     def _gather(self) -> None:
         """Give each rank the whole weights, from all shards."""
@@ -203,6 +203,8 @@ class SizeWeightedFSDPStrategy(AcrossRanks, ModelParallelStrategy):
         for root in self._roots:
             for part in _parts(root):
                 part.unshard()
+        for leaf in self._trained:
+            leaf.requires_grad_()  # FSDP made it like its shard
         self._is_whole = True
 
     def _check_whole(self, *_: Any) -> None:
@@ -252,15 +254,20 @@ def _check_sharded(module: Module) -> None:
             raise ValueError("parallelize_fn must set no mp_policy; choose Fabric's precision instead, such as bf16-mixed")
 
 
-def _leave_state_dict_alone(part: FSDPModule) -> None:
-    """FSDP shards a module whose state_dict is asked for or loaded, on that rank alone; the others would not know."""
-    group = part._get_fsdp_state()._fsdp_param_group
-    if group is not None:
-        for handles in (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle):
-            for handle in handles.values():
-                handle.remove()
-        for parameter in group.fsdp_params:
-            parameter._post_load_hook_handle.remove()
+def _keep_data_only(part: FSDPModule) -> None:
+    """Take away FSDP's hooks, and leave it the weights to shard and gather when it is told to.
+
+    Those of forward and backward passes have nothing to do while the weights are whole. The others shard a module whose
+    ``state_dict`` is asked for or loaded, on that rank alone; the others would not know.
+    """
+    state = part._get_fsdp_state()
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    if (group := state._fsdp_param_group) is not None:
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
+    for handle in handles:
+        handle.remove()
 
 
 def _make_state_whole(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
