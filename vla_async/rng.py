@@ -71,6 +71,7 @@ def _hash(x: Tensor) -> Tensor:
     return x ^ _logical_shift(x, 31)
 
 
+@torch.compiler.disable  # inductor takes the counters for an index into memory, whose products may not overflow
 def uniform(keys: Tensor, *shape: int, stream: int = 0) -> Tensor:
     """Uniform numbers in (0, 1), one independent block per key.
 
@@ -89,6 +90,7 @@ def uniform(keys: Tensor, *shape: int, stream: int = 0) -> Tensor:
     return ((_logical_shift(bits, 41).to(torch.float32) + 0.5) * 2.0**-23).reshape(*keys.shape, *shape)
 
 
+@torch.compiler.disable
 def normal(keys: Tensor, *shape: int, stream: int = 0) -> Tensor:
     """Standard normal numbers (Box-Muller), one independent block per key; arguments as in :func:`uniform`."""
     pair = uniform(keys, 2, *shape, stream=stream)
