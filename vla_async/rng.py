@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 Split = Literal["train", "validate", "test"]
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 TRAIN_SEEDS = 2**30  # training seeds are [0, TRAIN_SEEDS)
 EVALUATION_OFFSETS: dict[str, int] = {"validate": 2**30, "test": 2**30 + 2**29}
@@ -71,7 +73,12 @@ def _hash(x: Tensor) -> Tensor:
     return x ^ _logical_shift(x, 31)
 
 
-@torch.compiler.disable  # inductor takes the counters for an index into memory, whose products may not overflow
+def _uncompiled(function: _F) -> _F:
+    """Inductor takes the counters for an index into memory, whose products may not overflow."""
+    return cast(_F, torch.compiler.disable(function))
+
+
+@_uncompiled
 def uniform(keys: Tensor, *shape: int, stream: int = 0) -> Tensor:
     """Uniform numbers in (0, 1), one independent block per key.
 
@@ -90,7 +97,7 @@ def uniform(keys: Tensor, *shape: int, stream: int = 0) -> Tensor:
     return ((_logical_shift(bits, 41).to(torch.float32) + 0.5) * 2.0**-23).reshape(*keys.shape, *shape)
 
 
-@torch.compiler.disable
+@_uncompiled
 def normal(keys: Tensor, *shape: int, stream: int = 0) -> Tensor:
     """Standard normal numbers (Box-Muller), one independent block per key; arguments as in :func:`uniform`."""
     pair = uniform(keys, 2, *shape, stream=stream)
