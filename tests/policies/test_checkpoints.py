@@ -151,6 +151,10 @@ def test_paths_that_hold_no_clear_checkpoint_are_refused(tmp_path: Path):
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(ValueError, match="is not a safetensors file"):
         TensorFiles(tmp_path / "weights.bin")
+    (tmp_path / "pointer.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ValueError, match=r"pointer\.safetensors is no safetensors file, or not all of one"):
+        TensorFiles(tmp_path / "pointer.safetensors")
+    (tmp_path / "pointer.safetensors").unlink()
     for name in ("one", "two"):
         save_file({"x": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ValueError, match="give the path of the one that is meant"):

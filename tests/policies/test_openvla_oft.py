@@ -246,11 +246,24 @@ def test_envs_without_a_camera_or_the_asked_for_state_are_refused_before_any_is_
 
 def test_prompts_that_are_too_long_and_other_envs_are_refused():
     policy = make_policy()
-    with pytest.raises(ValueError, match="more than 30; raise max_length"):
+    with pytest.raises(ValueError, match=r"more than 30; raise model\.max_prompt_tokens"):
         policy.tokenize("put " * 30)
     policy.build(SPEC)  # the same envs again: without effect
     with pytest.raises(ValueError, match="the policy was built for"):
         policy.build(EnvSpec((-1.0,) * A, (1.0,) * A, chunk_size=H + 1, state_dim=5, images=SPEC.images))
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_decisions_may_have_any_batch_dimensions(shape):
+    """TorchRL's own envs and collectors give a single decision without any, and a rollout of several envs two."""
+    policy = make_policy()
+    td = observe(policy, math.prod(shape))
+    acted = policy.act(td.clone().reshape(shape))
+    assert acted[keys.CHUNK].shape == (*shape, H, A)
+    torch.testing.assert_close(acted[keys.CHUNK].reshape(-1, H, A), policy.act(td)[keys.CHUNK])
+    again = policy.evaluate(acted)
+    for key in (keys.LOG_PROB, keys.VALUE):
+        torch.testing.assert_close(again[key], acted[key], atol=1e-5, rtol=1e-5)
 
 
 def test_a_checkpoint_restores_weights_and_statistics(tmp_path):

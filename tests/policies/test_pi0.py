@@ -137,6 +137,8 @@ def test_bfloat16_weights_give_float32_decisions():
     policy = make(dtype="bfloat16")
     td = policy.act(observations(policy, 4))
     assert policy.vlm.language_model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    # bfloat16 frequencies turn distant tokens by wrong angles
+    assert {buffer.dtype for name, buffer in policy.named_buffers() if name.endswith("inv_freq")} == {torch.float32}
     assert td[keys.CHUNK].dtype == td[keys.LOG_PROB].dtype == td[keys.VALUE].dtype == torch.float32
     torch.testing.assert_close(policy.evaluate(td)[keys.LOG_PROB], td[keys.LOG_PROB], rtol=1e-4, atol=1e-4)
 

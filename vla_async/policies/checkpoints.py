@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LoadReport", "Mismatch", "TensorFiles", "find_checkpoint", "load_mapped"]
+__all__ = ["LoadReport", "Mismatch", "TensorFiles", "cast_weights", "find_checkpoint", "load_mapped"]
 
 _SHOWN = 8  # names per group in an error; a real model has hundreds
 
@@ -76,13 +76,18 @@ class TensorFiles(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         self._files = {}
         for file in _weight_files(path):
             if not file.is_file():
                 raise FileNotFoundError(f"the checkpoint {path} names {file.name}, which is not there; fetch it again whole")
-            opened = safe_open(str(file), framework="pt")
+            try:
+                opened = safe_open(str(file), framework="pt")
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{file} is no safetensors file, or not all of one (a Git LFS pointer?); fetch it again whole: {error}"
+                ) from error
             self._files.update(dict.fromkeys(opened.keys(), opened))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -140,6 +145,15 @@ def find_checkpoint(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise FileNotFoundError(f"model.pretrained={name!r} is no local path, and the hub gives nothing: {error}") from error
+
+
+def cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
+    """Change the type of a network's weights, but not of rotary frequencies, which bfloat16 is too coarse for."""
+    frequencies = {name: buffer for name, buffer in module.named_buffers() if name.endswith("inv_freq")}
+    module.to(dtype)
+    for name, buffer in frequencies.items():
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, buffer)
 
 
 def _places(module: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from vla_async.objectives.base import Objective, StepOutput
 from vla_async.policies.action_bins import ActionBins, Gripper, of_bins, sample_bins
 from vla_async.policies.adapters import LoRA, choose_trained
 from vla_async.policies.base import VLAPolicy
-from vla_async.policies.checkpoints import TensorFiles, find_checkpoint, load_mapped
+from vla_async.policies.checkpoints import TensorFiles, cast_weights, find_checkpoint, load_mapped
 from vla_async.policies.flow_value import ValueHead
 from vla_async.policies.images import Cameras, center_crop, to_unit_range
 from vla_async.policies.optimizers import actor_critic_adamw, check_optimizer
@@ -149,7 +149,7 @@ class OpenVLAOFTPolicy(VLAPolicy):
         )
         self.bins = ActionBins(actions, network.num_bins, options["gripper"])
         self._shape = (spec.chunk_size, spec.action_dim)
-        network.cast(getattr(torch, options["dtype"]))
+        cast_weights(network, getattr(torch, options["dtype"]))
         if folder is not None:
             load_mapped(network, unfuse(_weights(folder, state_dim is not None), self._sizes), KEY_MAP)
         frozen = [network.vision] if options["freeze"] == "vision" else []
@@ -226,27 +226,27 @@ class OpenVLAOFTPolicy(VLAPolicy):
     @torch.no_grad()
     def act(self, td: TensorDictBase) -> TensorDictBase:
         """Decide; see :meth:`VLAPolicy.act`. It also writes the bins, ``keys.TOKENS``, that :meth:`evaluate` reads."""
-        outputs = self._run(td)
+        outputs = self._run(rows := td.reshape(-1))
         log_probs = self._log_probs(outputs, self.hparams["temperature"])
         if exploration_type() in (None, ExplorationType.RANDOM):
-            request_keys = td.get(keys.REQUEST_KEY, None)
+            request_keys = rows.get(keys.REQUEST_KEY, None)
             bins = sample_bins(log_probs, None if request_keys is None else request_keys.squeeze(-1))
         else:
             bins = log_probs.argmax(-1)
         result = {keys.TOKENS: bins, keys.CHUNK: self.bins.decode(bins), keys.LOG_PROB: of_bins(log_probs, bins)}
         for key, value in (result | self._value(outputs)).items():
-            td.set(key, value)
+            td.set(key, value.reshape(*td.batch_size, *value.shape[1:]))
         return td
 
     def evaluate(self, td: TensorDictBase) -> TensorDictBase:
         """Log-prob, entropy and value of stored decisions, with gradient; see :meth:`VLAPolicy.evaluate`."""
-        outputs = self._run(td)
+        outputs = self._run(rows := td.reshape(-1))
         log_probs = self._log_probs(outputs, self.hparams["temperature"])
         result = {
-            keys.LOG_PROB: of_bins(log_probs, td[keys.TOKENS]),
+            keys.LOG_PROB: of_bins(log_probs, rows[keys.TOKENS]),
             keys.ENTROPY: -(log_probs.exp() * log_probs).sum(-1),
         }
-        return TensorDict(result | self._value(outputs), batch_size=td.batch_size)
+        return TensorDict(result | self._value(outputs), batch_size=rows.batch_size).reshape(td.batch_size)
 
     def imitation_step(self, batch: TensorDictBase) -> StepOutput:
         """Cross entropy of the bins of the demonstrated actions, padding left out."""

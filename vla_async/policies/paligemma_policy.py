@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from vla_async.policies.checkpoints import cast_weights
 from vla_async.policies.flow import Prefix
 from vla_async.policies.images import resize_with_pad
 from vla_async.policies.paligemma import PrefixCache, embed_images, run_prefix
@@ -64,8 +65,8 @@ class PaliGemmaPolicy(ReleasedFlowPolicy):
 
     def cast_network(self, dtype: torch.dtype) -> None:
         """PaliGemma and the expert only: the flow enters and leaves in float32."""
-        self.vlm.to(dtype)
-        self.expert.to(dtype)
+        cast_weights(self.vlm, dtype)
+        cast_weights(self.expert, dtype)
 
     def parts(self) -> dict[Freeze, list[nn.Module]]:
         return {"none": [], "vision": [self.vlm.vision_tower], "vlm": [self.vlm]}

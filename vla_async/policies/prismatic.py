@@ -181,12 +181,6 @@ class PrismaticNetwork(nn.Module):
             raise ValueError(f"model.config: {self.num_bins} action bins do not fit into {self.last_bin} used tokens")
         self.dim: int = config.hidden_size
 
-    def cast(self, dtype: torch.dtype) -> None:
-        """Change the type of the weights, but not of the rotary frequencies, which bfloat16 is too coarse for."""
-        frequencies = self.language.rotary_emb.inv_freq
-        self.to(dtype)
-        self.language.rotary_emb.inv_freq = frequencies
-
     def _mask(self, valid: Tensor) -> Tensor:
         """Which token sees which: bool ``[B, 1, tokens, tokens]`` from bool ``[B, tokens]``."""
         mask = valid[:, None, None, :].expand(-1, 1, valid.shape[1], -1)

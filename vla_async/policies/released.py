@@ -16,7 +16,7 @@ from vla_async import keys
 from vla_async.envs.base import EnvFactory, EnvSpec
 from vla_async.objectives.base import Objective
 from vla_async.policies.adapters import LoRA, choose_trained
-from vla_async.policies.checkpoints import TensorFiles, find_checkpoint, load_mapped
+from vla_async.policies.checkpoints import TensorFiles, cast_weights, find_checkpoint, load_mapped
 from vla_async.policies.flow import FlowMatchingPolicy, ModelShape
 from vla_async.policies.images import Cameras
 from vla_async.policies.processing import ActionStatistics, NormalizationMode, Normalizer, StateStatistics, pad_last
@@ -119,7 +119,7 @@ class ReleasedFlowPolicy(FlowMatchingPolicy):
 
     def cast_network(self, dtype: torch.dtype) -> None:
         """Give the network's weights a type; all of them, unless a model keeps some in float32."""
-        self.network.to(dtype)
+        cast_weights(self.network, dtype)
 
     # ---------------------------------------------------------------- what they share
 
