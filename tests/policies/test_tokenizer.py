@@ -66,6 +66,24 @@ def test_a_tokenizer_that_is_not_there_is_refused_by_name(tmp_path):
         PretrainedTokenizer(tmp_path / "empty")
 
 
+def test_a_tokenizer_file_gets_no_token_that_it_has_not(tmp_path):
+    """A token appended to the vocabulary would begin every prompt with an embedding that was never trained."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    def write(*special: str) -> str:
+        words = {word: index for index, word in enumerate([*special, "lift", "<unk>"])}
+        Tokenizer(WordLevel(words, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+        return str(tmp_path / "tokenizer.json")
+
+    llama = PretrainedTokenizer(write("<s>", "</s>", "<PAD>"))
+    assert (llama.bos_id, llama.eos_id, llama.pad_id, llama.vocab_size) == (0, 1, 2, 5)
+    with pytest.raises(ValueError, match="bos=True, but the tokenizer has no such token"):
+        PromptTokenizer(PretrainedTokenizer(write("<|endoftext|>")), 10)
+    with pytest.raises(ValueError, match=r"names no padding token; give its folder, where tokenizer_config\.json does"):
+        PretrainedTokenizer(write("<s>"))
+
+
 def test_hashed_tokens_are_the_same_everywhere_and_tell_words_apart():
     hashing = HashingTokenizer(1000)
     assert hashing("Pick the cup") == hashing("pick the  cup")
@@ -76,7 +94,7 @@ def test_hashed_tokens_are_the_same_everywhere_and_tell_words_apart():
 
 def test_prompts_that_are_too_long_are_refused():
     prompt = PromptTokenizer(HashingTokenizer(100), 5, ACTION_QUESTION)
-    with pytest.raises(ValueError, match="more than 5; raise max_length"):
+    with pytest.raises(ValueError, match=r"more than 5; raise model\.max_tokens"):
         prompt.tokenize("lift")
 
 

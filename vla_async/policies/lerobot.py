@@ -160,7 +160,7 @@ class LeRobotPolicy(FlowMatchingPolicy):
 
     def tokenize(self, instruction: str) -> Tensor:
         """The instruction as bytes, int64 ``[max_instruction_bytes]``: LeRobot makes its own tokens of it."""
-        return encode_text(instruction, self.hparams["max_instruction_bytes"])
+        return encode_text(instruction, self.hparams["max_instruction_bytes"], "max_instruction_bytes")
 
     def normalize_actions(self, chunk: Tensor) -> Tensor:
         return (chunk - self.action_offset) / self.action_scale

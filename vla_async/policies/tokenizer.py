@@ -24,17 +24,29 @@ ACTION_QUESTION = "In: What action should the robot take to {instruction}?\nOut:
 """OpenVLA's prompt; see :func:`action_question`."""
 
 _LLAMA_SPACE = 29871
+_SPECIAL = {  # the usual names, for a file that does not say which it has
+    "bos_token": ("<bos>", "<s>"),
+    "eos_token": ("<eos>", "</s>"),
+    "pad_token": ("<pad>", "<PAD>", "<|endoftext|>"),
+}
 
 
-def encode_text(text: str, max_bytes: int) -> Tensor:
+def encode_text(text: str, max_bytes: int, setting: str = "max_bytes") -> Tensor:
     """A text as int64 ``[max_bytes]``: its UTF-8 bytes plus 1, padded with 0.
+
+    Args:
+        text: to be encoded.
+        max_bytes: most bytes that it may have.
+        setting: of the model, that says so.
 
     Raises:
         ValueError: if it has more bytes than ``max_bytes``.
     """
     data = text.encode()
     if len(data) > max_bytes:
-        raise ValueError(f"the instruction {text!r} has {len(data)} bytes, but only {max_bytes} are kept; raise the limit")
+        raise ValueError(
+            f"the instruction {text!r} has {len(data)} bytes, but only {max_bytes} are kept; raise model.{setting}"
+        )
     return torch.tensor([byte + 1 for byte in data] + [0] * (max_bytes - len(data)), dtype=torch.int64)
 
 
@@ -84,7 +96,9 @@ class PretrainedTokenizer:
         self.eos_id: int | None = tokenizer.eos_token_id
         padding = tokenizer.pad_token_id if pad_id is None else pad_id
         if padding is None:
-            raise ValueError(f"the tokenizer {str(source)!r} has no padding token; give pad_id")
+            raise ValueError(
+                f"the tokenizer {str(source)!r} names no padding token; give its folder, where tokenizer_config.json does"
+            )
         self.pad_id: int = padding
 
     def __call__(self, text: str) -> list[int]:
@@ -93,17 +107,24 @@ class PretrainedTokenizer:
 
 
 def _load(source: str) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
     path = Path(source)
     try:
-        if path.is_file():
-            special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
-            return PreTrainedTokenizerFast(tokenizer_file=source, **special)
-        return AutoTokenizer.from_pretrained(source)
+        return _from_file(source) if path.is_file() else AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         where = "on this machine" if path.exists() else "on this machine or the hub"
         raise ValueError(f"tokenizer={source!r} cannot be read {where}: {error}") from error
+
+
+def _from_file(source: str) -> Any:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer.from_file(source)
+    # those that it has: transformers would append others to the vocabulary, for which a model has no trained embedding
+    known = {kind: [name for name in names if tokenizer.token_to_id(name) is not None] for kind, names in _SPECIAL.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{kind: names[0] for kind, names in known.items() if names})
 
 
 class PromptTokenizer:
@@ -117,6 +138,7 @@ class PromptTokenizer:
         eos: whether it ends with the tokenizer's token for it.
         suffix: tokens that are appended to every prompt.
         lower: whether the instruction is put into lower case.
+        setting: of the model, that says ``max_length``.
 
     Raises:
         ValueError: if the template has no instruction, or the tokenizer lacks the asked-for beginning or end.
@@ -132,14 +154,15 @@ class PromptTokenizer:
         eos: bool = False,
         suffix: Sequence[int] = (),
         lower: bool = False,
+        setting: str = "max_tokens",
     ) -> None:
         if "{instruction}" not in template:
             raise ValueError(f"the template {template!r} has no {{instruction}}")
         for wanted, name in ((bos, "bos"), (eos, "eos")):
             if wanted and getattr(tokenizer, f"{name}_id") is None:
-                raise ValueError(f"{name}=True, but the tokenizer has no such token; set {name}=False")
+                raise ValueError(f"{name}=True, but the tokenizer has no such token; give another")
         self.tokenizer, self.max_length, self.template = tokenizer, max_length, template
-        self.bos, self.eos, self.suffix, self.lower = bos, eos, list(suffix), lower
+        self.bos, self.eos, self.suffix, self.lower, self.setting = bos, eos, list(suffix), lower, setting
 
     @property
     def pad_id(self) -> int:
@@ -167,7 +190,9 @@ class PromptTokenizer:
             text = text.replace("{state}", " ".join(str(bin_) for bin_ in state))
         ids = [self.tokenizer.bos_id] * self.bos + self.tokenizer(text) + self.suffix + [self.tokenizer.eos_id] * self.eos
         if len(ids) > self.max_length:
-            raise ValueError(f"the prompt {text!r} has {len(ids)} tokens, more than {self.max_length}; raise max_length")
+            raise ValueError(
+                f"the prompt {text!r} has {len(ids)} tokens, more than {self.max_length}; raise model.{self.setting}"
+            )
         return torch.tensor(ids + [self.pad_id] * (self.max_length - len(ids)), dtype=torch.int64)
 
     def with_state(self, codes: Tensor, bins: Tensor) -> Tensor:
@@ -192,4 +217,4 @@ class PromptTokenizer:
 def action_question(tokenizer: HashingTokenizer | PretrainedTokenizer, max_length: int) -> PromptTokenizer:
     """OpenVLA's prompts; with Llama's vocabulary they end, as in the release's training, with the token of a lone space."""
     suffix = [_LLAMA_SPACE] if tokenizer.vocab_size > _LLAMA_SPACE else []
-    return PromptTokenizer(tokenizer, max_length, ACTION_QUESTION, lower=True, suffix=suffix)
+    return PromptTokenizer(tokenizer, max_length, ACTION_QUESTION, lower=True, suffix=suffix, setting="max_prompt_tokens")
