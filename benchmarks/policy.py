@@ -215,21 +215,30 @@ def print_table(points: Sequence[Point]) -> None:
     table.print()
 
 
+def _positive(text: str) -> int:
+    """A number of the command line."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
 def main(args: Sequence[str] | None = None) -> list[Point]:
     """Measure and print; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--size", choices=["small", "release"], default="small")
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--batch-sizes", nargs="+", type=_positive, default=[1, 4, 16])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], default="32-true")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights")
     parser.add_argument("--freeze", choices=["none", "vision", "vlm"], default="none")
-    parser.add_argument("--lora-rank", type=int, help="train low-rank additions only")
+    parser.add_argument("--lora-rank", type=_positive, help="train low-rank additions only")
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=_positive, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(args)
+    if options.freeze == "vlm" and "openvla_oft" in options.policies:
+        parser.error("--freeze vlm leaves nothing of openvla_oft to train; name the other --policies, or freeze vision")
     points = []
     for name in options.policies:
         with ProcessPoolExecutor(1, get_context("spawn")) as process:

@@ -128,6 +128,13 @@ def test_openvlas_names_are_those_of_its_release_but_for_layers_that_are_never_r
     assert set(load_file(tmp_path / "out" / "proprio_projector.safetensors")) == {
         f"{layer}.{kind}" for layer in ("fc1", "fc2") for kind in ("weight", "bias")
     }
+    # a recipe's own would stay beside the statistics, and two of them are refused
+    settings = yaml.safe_load((tmp_path / "out" / "model.yaml").read_text())["model"]["init_args"]
+    assert "dataset" in settings
+    assert settings["dataset"] is None
+    # where OFT's own code looks for the state's percentiles, by the release's name of it
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["norm_stats"]["vla_async"]["proprio"]
+    torch.testing.assert_close(torch.tensor([said["q01"], said["q99"]]), torch.tensor([STATE["mean"], [3.0] * 5]))
 
 
 @pytest.mark.parametrize("kind", [Pi05Policy, SmolVLAPolicy])

@@ -80,8 +80,9 @@ def _settings(policy: VLAPolicy, directory: Path) -> dict[str, Any]:
         )
     if Path(tokenizer).exists():
         tokenizer = str(Path(tokenizer).resolve())
-    dropped = ("lora", "dataset")  # the weights are whole, and the statistics are given
-    kept = {name: value for name, value in options.items() if name not in dropped}
+    kept = {name: value for name, value in options.items() if name != "lora"}  # the weights are whole
+    if "dataset" in kept:
+        kept["dataset"] = None  # said, for the recipe's would stay, and the statistics would be given twice
     return kept | _statistics(policy) | {"pretrained": str(directory.resolve()), "tokenizer": tokenizer}
 
 

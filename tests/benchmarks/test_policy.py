@@ -23,6 +23,20 @@ def test_more_rows_take_more_memory_and_all_is_written(tmp_path: Path, capsys: p
     assert "act memory" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--freeze", "vlm"], "--freeze vlm leaves nothing of openvla_oft to train"),
+        (["--repeats", "0"], "0 must be at least 1"),
+    ],
+)
+def test_what_would_fail_after_minutes_is_refused_at_once(options, said, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is printed before all policies are measured, so the last one's refusal would cost all others."""
+    with pytest.raises(SystemExit):
+        main(options)
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_small_networks_are_small_and_can_be_adapted(name: str) -> None:
     """They are for machines without a GPU."""

@@ -89,6 +89,8 @@ def test_settings_of_its_own_are_refused_by_name(options: dict[str, Any], messag
         ({"embodiment": 32}, r"model\.embodiment=32 is number 32, but there are weights of 32 embodiments only"),
         ({"config": {"max_embodiments": 8}}, r"model\.embodiment='new_embodiment' is number 31, but there are weights of 8"),
         ({"config": {"connector_layers": 3}}, r"connector_layers=3 is unknown"),
+        ({"config": {"chunk_size": 1025}}, r"chunk_size=1025 is above the 1024 positions of actions"),
+        ({"config": {"text": {"hiden_size": 8}}}, r"text has fields \['hiden_size'\] that Qwen3Config does not know"),
         ({"config": {"context_heads": 5}}, "context_heads=5 does not divide the backbone's width 24"),
         ({"config": {"future_tokens": -1}}, "future_tokens=-1 must not be negative"),
     ],

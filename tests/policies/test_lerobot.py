@@ -175,6 +175,8 @@ def test_training_moves_the_expert_and_leaves_what_is_read_without_gradient():
     model = policy.wrapper.policy.model
     assert float(model.expert.weight.grad.abs().max()) > 0.0
     assert model.reader.weight.grad is None
+    # what is frozen is neither stepped nor published
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["reader.weight", "reader.bias"]
     names = [name for name, _ in policy.named_parameters()]
     assert len(names) == len(set(names))
     assert sum(name.endswith("model.expert.weight") for name in names) == 1

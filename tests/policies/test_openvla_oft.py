@@ -210,6 +210,13 @@ def test_at_the_start_of_an_update_every_ratio_is_one(objective):
         ({"action_low": (-math.inf,) * A}, {}, "the envs' actions are unbounded"),
         ({}, {"config": TINY | {"siglip": {**TINY["siglip"], "patch_size": 28}}}, "must cut images of one size alike"),
         ({}, {"config": {**TINY, "vision": {}}}, r"unknown parts \['vision'\]"),
+        (
+            {},
+            {"config": {**TINY, "llama": {"hiden_size": 8}}},
+            r"llama has fields \['hiden_size'\] that LlamaConfig does not",
+        ),
+        ({}, {"config": {**TINY, "actions": {"bins": 8}}}, r"actions has unknown fields \['bins'\]"),
+        ({}, {"action_statistics": {"q01": 0.0, "q99": [1.0]}}, "q01=0.0 must be a list of numbers"),
     ],
 )
 def test_what_does_not_fit_the_envs_is_refused_by_name(spec, options, said):

@@ -128,6 +128,16 @@ def test_measured_statistics_are_those_of_numpy():
     assert Statistics.measure(values, "identity") == Statistics(mode="identity")
 
 
+@pytest.mark.parametrize("mode", ["mean_std", "quantiles", "min_max"])
+def test_what_did_not_move_in_the_demonstrations_does_not_explode_when_it_does(mode):
+    """A gripper that was always open would be a million as soon as it closes, and nothing else would count."""
+    still = torch.full((50, 1), 0.04) + 1e-6 * torch.randn(50, 1, generator=torch.Generator().manual_seed(0))
+    measured = Normalizer(Statistics.measure(still, mode), 1)
+    torch.testing.assert_close(
+        measured.normalize(torch.tensor([[0.04], [0.54]])), torch.tensor([[0.0], [0.5]]), atol=1e-4, rtol=0
+    )
+
+
 def test_bounds_become_minus_one_and_one_and_must_be_finite():
     one = Normalizer(ActionStatistics.of_bounds([-2.0, 0.0], [2.0, 1.0]), 2)
     torch.testing.assert_close(one.unnormalize(torch.tensor([-1.0, 1.0])), torch.tensor([-2.0, 1.0]))

@@ -154,6 +154,7 @@ def test_a_release_of_another_kind_is_refused(tmp_path: Path, said: dict[str, An
     [
         ({"expert_width": 0.7}, "an expert of width 22, which must be even and a multiple of the 4"),
         ({"image_size": 40}, r"image_size=40 must be a multiple of patch_size \* scale_factor = 16"),
+        ({"vision": {"hiden_size": 8}}, r"vision has fields \['hiden_size'\] that SmolVLMVisionConfig does not know"),
         ({"min_period": 5.0}, r"min_period=5\.0 must lie between 0 and max_period=4\.0"),
     ],
 )

@@ -19,6 +19,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from vla_async.policies.dit import ActionEncoder, Block, CategoryMLP, Context, DiT
 from vla_async.policies.recompute import call
+from vla_async.policies.size_fields import check_fields
 
 # nvidia/GR00T-N1.5-3B: SigLIP2-400M at 224 x 224, and Qwen3-1.7B cut to 12 layers
 _VISION = {
@@ -30,6 +31,7 @@ _TEXT = {
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151680, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
 }  # fmt: skip
+_POSITIONS = 1024
 _BUCKET_ROUNDING = 1e-3  # of a bucket; a float32 time is a ten-thousandth of a bucket off
 
 
@@ -87,6 +89,10 @@ class Gr00tSizes:
         for name in ("future_tokens", "context_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.config: {name}={getattr(self, name)} must not be negative")
+        check_fields("vision", self.vision, SiglipVisionConfig)
+        check_fields("text", self.text, Qwen3Config)
+        if self.chunk_size > _POSITIONS:
+            raise ValueError(f"model.config: chunk_size={self.chunk_size} is above the {_POSITIONS} positions of actions")
         if self.connector_layers not in (1, 2):
             raise ValueError(f"model.config: connector_layers={self.connector_layers} is unknown; choose 1 or 2")
         if self.width % 2:
@@ -210,7 +216,7 @@ class Gr00tNetwork(nn.Module):
         self.state_encoder = CategoryMLP(kinds, sizes.max_state_dim, sizes.hidden_size, width)
         self.action_encoder = ActionEncoder(kinds, sizes.max_action_dim, width)
         self.action_decoder = CategoryMLP(kinds, sizes.hidden_size, sizes.hidden_size, sizes.max_action_dim)
-        self.position_embedding = nn.Embedding(1024, width)
+        self.position_embedding = nn.Embedding(_POSITIONS, width)
         self.future_tokens = nn.Embedding(sizes.future_tokens, width)
         for embedding in (self.position_embedding, self.future_tokens):
             nn.init.normal_(embedding.weight, std=0.02)

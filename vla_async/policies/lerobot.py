@@ -17,6 +17,7 @@ from vla_async.envs.base import EnvSpec
 from vla_async.objectives.base import Objective
 from vla_async.policies.flow import FlowMatchingPolicy, ModelShape, Prefix
 from vla_async.policies.images import Cameras
+from vla_async.policies.measuring import blank_observations
 from vla_async.policies.tokenizer import decode_text, encode_text
 
 Batch = dict[str, Any]
@@ -120,7 +121,8 @@ class LeRobotPolicy(FlowMatchingPolicy):
                 or there is an objective for a policy that cannot be trained.
             ImportError: if LeRobot is not installed.
         """
-        if self.env_spec is None:
+        is_new = self.env_spec is None
+        if is_new:
             self._connect(spec)
             if not self.matches_flows:
                 kind = type(self.wrapper.policy).__name__
@@ -130,6 +132,20 @@ class LeRobotPolicy(FlowMatchingPolicy):
                 self.env_spec = spec
                 return
         super().build(spec)
+        if is_new:
+            self._freeze_what_only_reads()
+
+    def _freeze_what_only_reads(self) -> None:
+        """Leave to training what makes the velocity: the rest gets no gradient, and would be published all the same."""
+        td = blank_observations(self, 1, next(self.wrapper.policy.parameters()).device)
+        trained = [parameter for parameter in self.wrapper.policy.parameters() if parameter.requires_grad]
+        prefix = self.prefix(td)
+        with torch.enable_grad():
+            x_t = torch.zeros(1, self.flow_shape.horizon, self.flow_shape.model_dim, device=td.device)
+            velocity = self.velocity(prefix, x_t, torch.ones(1, device=td.device))
+            gradients = torch.autograd.grad(velocity.sum(), trained, allow_unused=True)
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.requires_grad_(gradient is not None)
 
     def _connect(self, spec: EnvSpec) -> None:
         module, _, function = self.hparams["loader"].rpartition(".")

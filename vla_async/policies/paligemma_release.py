@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from vla_async.policies.size_fields import check_fields
 
 RELEASE_KEYS = [
     (r"^model\.(?!vlm\.|dit\.)", ""),
@@ -76,9 +77,7 @@ class PaliGemmaSizes:
                 f"model.config: min_period={self.min_period} must lie between 0 and max_period={self.max_period}"
             )
         for name, kind in (("vision", SiglipVisionConfig), ("text", GemmaConfig), ("expert", GemmaConfig)):
-            unknown = sorted(set(getattr(self, name)) - {known.name for known in dataclasses.fields(kind)})
-            if unknown:
-                raise ValueError(f"model.config: {name} has fields {unknown} that {kind.__name__} does not know")
+            check_fields(name, getattr(self, name), kind)
         for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
             ours, theirs = self.expert_config[name], self.text_config[name]
             if ours != theirs:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vla_async.policies.images import resize, standardize
+from vla_async.policies.size_fields import check_fields
 
 Attention = Literal["bidirectional", "causal"]
 
@@ -47,11 +48,14 @@ def merge_sizes(overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[st
     """The release's sizes with some replaced.
 
     Raises:
-        ValueError: if there is no such part.
+        ValueError: if there is no such part, or no such field of ``actions``.
     """
     unknown = sorted(set(overrides) - set(RELEASE))
     if unknown:
         raise ValueError(f"model.config has unknown parts {unknown}; there are {sorted(RELEASE)}")
+    unknown = sorted(set(overrides.get("actions", {})) - set(RELEASE["actions"]))
+    if unknown:
+        raise ValueError(f"model.config: actions has unknown fields {unknown}; there are {sorted(RELEASE['actions'])}")
     return {part: RELEASE[part] | dict(overrides.get(part, {})) for part in RELEASE}
 
 
@@ -99,6 +103,8 @@ class FusedVision(nn.Module):
         )
 
         super().__init__()
+        check_fields("dinov2", sizes["dinov2"], Dinov2WithRegistersConfig)
+        check_fields("siglip", sizes["siglip"], SiglipVisionConfig)
         cut = {
             part: {**sizes[part], "num_hidden_layers": sizes[part]["num_hidden_layers"] - 1} for part in ("dinov2", "siglip")
         }
@@ -166,6 +172,7 @@ class PrismaticNetwork(nn.Module):
         from transformers import LlamaConfig, LlamaModel
 
         super().__init__()
+        check_fields("llama", sizes["llama"], LlamaConfig)
         self.shape = shape
         # an explicit mask is given, which not all implementations of attention take
         config = LlamaConfig(**{**sizes["llama"], "attn_implementation": "sdpa"})

@@ -30,6 +30,9 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
+_STILL = 1e-4  # of a metre or a radian, what simulators let a joint tremble by
+
+
 @dataclass(frozen=True)
 class Statistics:
     """What is known of each element of a vector of length D. Build :class:`StateStatistics` or :class:`ActionStatistics`.
@@ -80,7 +83,11 @@ class Statistics:
         self._check_order()
 
     def _check_numbers(self, name: str) -> None:
-        values = tuple(float(value) for value in getattr(self, name))
+        given = getattr(self, name)
+        try:
+            values = tuple(float(value) for value in given)
+        except (TypeError, ValueError):
+            raise ValueError(f"{self.kind}: {name}={given!r} must be a list of numbers, one for each element") from None
         bad = [index for index, value in enumerate(values) if not math.isfinite(value)]
         if bad:
             raise ValueError(f"{self.kind}: {name!r} is not finite in elements {bad}; compute the statistics again")
@@ -149,15 +156,22 @@ class Statistics:
 
     @classmethod
     def measure(cls, values: Tensor, mode: NormalizationMode) -> Self:
-        """The statistics of demonstrated values ``[N, D]``."""
+        """The statistics of demonstrated values ``[N, D]``.
+
+        An element that did not move gets a deviation of 1, or a range of 1 to both sides: divided by what is measured of it,
+        it would explode as soon as it does.
+        """
         values = values.to(torch.float64)
-        measured: dict[str, Any] = {}
+        measured: dict[str, Tensor] = {}
         if mode == "mean_std":
-            measured = {"mean": values.mean(0), "std": values.std(0, correction=0)}
-        elif mode == "min_max":
-            measured = {"min": values.amin(0), "max": values.amax(0)}
-        elif mode == "quantiles":
-            measured = {name: torch.quantile(values, level, dim=0) for name, level in (("q01", 0.01), ("q99", 0.99))}
+            mean, std = values.mean(0), values.std(0, correction=0)
+            measured = {"mean": mean, "std": torch.where(std < _STILL, 1.0, std)}
+        elif mode in ("min_max", "quantiles"):
+            by_rank = mode == "quantiles"
+            low = torch.quantile(values, 0.01, dim=0) if by_rank else values.amin(0)
+            high = torch.quantile(values, 0.99, dim=0) if by_rank else values.amax(0)
+            around = (high - low < _STILL).to(torch.float64)
+            measured = dict(zip(_FIELDS[mode], (low - around, high + around), strict=True))
         return cls.from_dict({name: value.tolist() for name, value in measured.items()}, mode)
 
 

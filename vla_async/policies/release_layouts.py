@@ -13,6 +13,7 @@ from vla_async.policies.openvla_oft import OpenVLAOFTPolicy
 from vla_async.policies.pi0 import Pi0Policy
 from vla_async.policies.pi05 import Pi05Policy
 from vla_async.policies.prismatic import KEY_MAP as OPENVLA_KEY_MAP
+from vla_async.policies.processing import Normalizer
 from vla_async.policies.released import ReleasedFlowPolicy
 from vla_async.policies.smolvla import SmolVLAPolicy
 
@@ -150,12 +151,18 @@ def _of_gr00t(policy: Gr00tPolicy) -> Layout:
 @layout_of.register
 def _of_openvla(policy: OpenVLAOFTPolicy) -> Layout:
     """That of ``openvla/openvla-7b``, but for the vision transformers' last layers, which are never read."""
-    normalizer = policy.bins.normalizer
-    bounds = {"q01": (normalizer.offset - normalizer.scale).tolist(), "q99": (normalizer.offset + normalizer.scale).tolist()}
-    action = bounds | {"mask": torch.ones_like(normalizer.offset, dtype=torch.bool).tolist()}
+    statistics = {"action": _bounds(policy.bins.normalizer)}
+    if policy.hparams["use_state"]:
+        statistics["proprio"] = _bounds(policy.state_normalizer)
     config = {
         "model_type": "openvla",
         "n_action_bins": policy.network.num_bins,
-        "norm_stats": {"vla_async": {"action": action}},
+        "norm_stats": {"vla_async": statistics},
     }
     return Layout(OPENVLA_NAMES, OPENVLA_KEY_MAP, config)
+
+
+def _bounds(normalizer: Normalizer) -> dict[str, Any]:
+    """What normalises, as percentiles; elements that stay as they are have -1 and 1."""
+    low, high = normalizer.offset - normalizer.scale, normalizer.offset + normalizer.scale
+    return {"q01": low.tolist(), "q99": high.tolist(), "mask": torch.ones_like(low, dtype=torch.bool).tolist()}

@@ -21,6 +21,7 @@ from transformers.models.smolvlm.configuration_smolvlm import SmolVLMConfig, Smo
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
 
 from vla_async.policies.recompute import call
+from vla_async.policies.size_fields import check_fields
 
 # HuggingFaceTB/SmolVLM2-500M-Video-Instruct, the VLM of lerobot/smolvla_base
 _VISION = {
@@ -71,16 +72,13 @@ class SmolVLASizes:
 
     def __post_init__(self) -> None:
         integers = (
-            "scale_factor",
-            "num_vlm_layers",
-            "self_attention_every",
-            "chunk_size",
-            "max_state_dim",
-            "max_action_dim",
-        )
+            "scale_factor", "num_vlm_layers", "self_attention_every", "chunk_size", "max_state_dim", "max_action_dim",
+        )  # fmt: skip
         for name in integers:
             if getattr(self, name) < 1:
                 raise ValueError(f"model.config: {name}={getattr(self, name)} must be at least 1")
+        check_fields("vision", self.vision, SmolVLMVisionConfig)
+        check_fields("text", self.text, LlamaConfig)
         if not 0.0 < self.min_period < self.max_period:
             raise ValueError(
                 f"model.config: min_period={self.min_period} must lie between 0 and max_period={self.max_period}"
