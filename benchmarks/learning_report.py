@@ -219,7 +219,9 @@ def draw(about: str, found: Sequence[Curve], path: Path, by: str = "env steps") 
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="lower right", frameon=False, fontsize=8)
-    figure.axes[0].set_ylabel("success_once (band: 95 % over seeds)")
+    seeds = len(found[0].records)
+    shown = "band: 95 % over seeds" if seeds > 2 else f"seeds: {seeds}"
+    figure.axes[0].set_ylabel(f"success_once ({shown})")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return path
@@ -234,5 +236,6 @@ def _draw_curve(axes: Axes, across: Sequence[float], curve: Curve, colour: str) 
     bands = curve.bands
     label = "synchronous" if curve.eta == 0 else f"η = {curve.eta}"
     wide = 0.22 if curve.eta == 0 else 0.08
-    axes.fill_between(across, [b.low for b in bands], [b.high for b in bands], color=colour, alpha=wide, linewidth=0)
+    if len(curve.records) > 2:  # the interval of two seeds would fill the panel
+        axes.fill_between(across, [b.low for b in bands], [b.high for b in bands], color=colour, alpha=wide, linewidth=0)
     axes.plot(across, [b.mean for b in bands], "o-", color=colour, markersize=3, label=label, linewidth=1.4)
