@@ -9,7 +9,7 @@ VENV_PYTHON := .venv/bin/python
 unexport PYTHONDONTWRITEBYTECODE
 
 help:
-	@echo "make demo    train a policy in ManiSkill: imitation first, then reinforcement learning (about 5 minutes)"
+	@echo "make demo    train a policy in ManiSkill: imitation first, then reinforcement learning (3 to 5 minutes)"
 	@echo "make test    run the tests"
 	@echo "make parity  compare our policies with LeRobot's, in an environment of its own (several GB the first time)"
 	@echo "make setup   only set up .venv and the simulators' system libraries"
