@@ -11,13 +11,13 @@ from benchmarks.policy import POLICIES, main, make_policy
 
 
 def test_more_rows_take_more_memory_and_all_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights, gradients and Adam's moments are in the peak of training, so it is larger than that of acting."""
+    """Weights, gradients and Adam's moments are in the peak of training; a CPU's two peaks tell little of each other."""
     options = ["--policies", "pi0", "--batch-sizes", "1", "32", "--repeats", "1", "--json", str(tmp_path / "points.json")]
     one, many = main(options)
     assert (one.batch_size, many.batch_size) == (1, 32)
     assert one.trained == one.parameters > 500_000
-    assert many.train_bytes > many.act_bytes > 4 * one.parameters
-    assert many.train_bytes > one.train_bytes
+    assert many.act_bytes > 2 * one.act_bytes > 2 * 4 * one.parameters
+    assert many.train_bytes > 2 * one.train_bytes > 2 * 16 * one.parameters
     written = json.loads((tmp_path / "points.json").read_text())
     assert [point["train_s"] for point in written] == [one.train_s, many.train_s]
     assert "act memory" in capsys.readouterr().out
