@@ -35,7 +35,7 @@ class Interrupts:
         self._watch: _Watch | None = None
         self._depth, self._raised_at = 0, -math.inf
         self._pending = ""  # the name of the signal that is held back
-        self._unheeded = ""  # the name of the signal for which a wait was ended
+        self._wait_ended_by = ""  # the name of the signal for which a wait was ended
         self._previous: dict[int, Any] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -48,21 +48,21 @@ class Interrupts:
             self._raise(name)
 
     def _raise(self, name: str) -> NoReturn:
-        self._pending, self._unheeded, self._raised_at = "", "", time.monotonic()
+        self._pending, self._wait_ended_by, self._raised_at = "", "", time.monotonic()
         raise KeyboardInterrupt(name)
 
     def _end_wait(self, name: str) -> None:
-        self._unheeded = name
+        self._wait_ended_by = name
         if self.unheeded is not None:
             self.unheeded()
 
     def cause(self) -> KeyboardInterrupt | None:
         """The interrupt that had a wait ended, if the error which the wait then raised came before it."""
-        name, self._unheeded = self._unheeded, ""
+        name, self._wait_ended_by = self._wait_ended_by, ""
         return KeyboardInterrupt(name) if name else None
 
     def __enter__(self) -> Interrupts:
-        self._pending, self._unheeded, self._raised_at = "", "", -math.inf
+        self._pending, self._wait_ended_by, self._raised_at = "", "", -math.inf
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)

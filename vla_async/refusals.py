@@ -19,6 +19,7 @@ SUBCOMMANDS = ("fit", "validate", "test", "sft", "collect")  # those that VLACLI
 COMMANDS = (*SUBCOMMANDS, "ablate", "export")
 _SECTIONS = ("trainer", "model", "env")
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true, false", "str": "a text", "Sequence": "a list"}
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ELSEWHERE = {"seed_everything": "trainer.seed", "data": "env", "policy": "model", "trainer.logger": "trainer.loggers"}
 
 
@@ -208,9 +209,8 @@ def _settings(owner: type) -> list[str]:
     for base in owner.__mro__:
         if "__init__" not in vars(base):
             continue
-        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # type: ignore[misc]
-        names += [parameter.name for parameter in parameters if parameter.kind < inspect.Parameter.VAR_POSITIONAL]
-        names += [parameter.name for parameter in parameters if parameter.kind == inspect.Parameter.KEYWORD_ONLY]
+        _, *parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+        names += [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
         if all(parameter.kind != inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             break
     return list(dict.fromkeys(names))
