@@ -20,11 +20,11 @@ from tests.fakes import is_running, wait_until
 from vla_async.__main__ import HELP, main
 from vla_async.callbacks import Checkpoint, Progress, SuccessPlot
 from vla_async.cli import VLACLI
+from vla_async.commands import COMMANDS, SUBCOMMANDS
 from vla_async.envs import ToyEnvs
 from vla_async.loops import SyncFitLoop
 from vla_async.objectives import PPO
 from vla_async.policies import TinyVLAPolicy
-from vla_async.refusals import SUBCOMMANDS
 from vla_async.state import read_checkpoint
 
 RECIPE = str(Path(__file__).parents[1] / "recipes" / "toy_ppo.yaml")
@@ -151,7 +151,7 @@ def test_the_saved_config_is_without_what_belongs_to_the_command(parsed):
 def test_help_is_there_at_once_and_names_every_subcommand(capsys):
     assert main(["--help"]) == 0
     assert capsys.readouterr().out == HELP
-    for subcommand in SUBCOMMANDS:
+    for subcommand in COMMANDS:
         assert f"  {subcommand} " in HELP
     assert set(VLACLI.subcommands()) == set(SUBCOMMANDS)
 

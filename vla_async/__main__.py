@@ -13,21 +13,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from vla_async import __version__
+from vla_async.commands import FUNCTIONS, listed
 from vla_async.refusals import ConfigError, check_command_line
 
 # what a disk or its owner refuses: for the user to mend, whichever library was writing
 _REFUSED_BY_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
-HELP = """usage: vla-async SUBCOMMAND --config FILE [--config FILE ...] [--SECTION.KEY VALUE ...]
+HELP = f"""usage: vla-async SUBCOMMAND --config FILE [--config FILE ...] [--SECTION.KEY VALUE ...]
 
 subcommands:
-  collect    let a scripted controller collect demonstrations
-  sft        fine-tune a policy on demonstrations
-  fit        improve a policy by reinforcement learning
-  validate   evaluate a policy on the validation seeds
-  test       evaluate a policy on the test seeds
-  ablate     run fit with one level of asynchrony after the other, and compare them
-  export     write a policy in the layout of its public release
+{listed()}
 
 examples:
   vla-async fit --config recipes/toy_ppo.yaml
@@ -64,16 +59,8 @@ def main(args: Sequence[str] | None = None) -> int:
         warnings.formatwarning = _plain_warning
     try:
         check_command_line(args)
-        if args[0] == "ablate":
-            from vla_async.ablation import ablate
-
-            ablate(args[1:])
-            return 0
-        if args[0] == "export":
-            from vla_async.export import export
-
-            export(args[1:])
-            return 0
+        if args[0] in FUNCTIONS:
+            return FUNCTIONS[args[0]](args[1:])
         gc.disable()  # importing makes objects and no garbage, and looking for it takes a third of the time
         from vla_async.cli import VLACLI
 

@@ -17,11 +17,12 @@ import lightning
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from vla_async import __version__
+from vla_async.commands import SUBCOMMANDS
 from vla_async.envs import EnvFactory
 from vla_async.loops import CollectLoop, EvaluateLoop, EvaluationResult, SFTLoop, SyncFitLoop
 from vla_async.monitor.report import evaluation_table
 from vla_async.policies import VLAPolicy
-from vla_async.refusals import SUBCOMMANDS, ConfigError, check_command_line, check_nulls, explain, subclass_names
+from vla_async.refusals import ConfigError, check_command_line, check_nulls, explain, subclass_names
 from vla_async.state import find_checkpoint
 from vla_async.trainer import AsyncTrainer
 

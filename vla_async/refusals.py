@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
+from vla_async.commands import COMMANDS
+
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-SUBCOMMANDS = ("fit", "validate", "test", "sft", "collect")  # those that VLACLI carries out
-COMMANDS = (*SUBCOMMANDS, "ablate", "export")
 _SECTIONS = ("trainer", "model", "env")
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true, false", "str": "a text", "Sequence": "a list"}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
