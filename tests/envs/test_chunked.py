@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrl.envs.utils import check_env_specs
 
-from vla_async.envs import ChunkedEnv, SimStep, Simulator
+from vla_async.envs import ChunkedEnv, EnvSpec, SimStep, Simulator
 
 ON_SUCCESS = ("terminate", "finish_chunk", "continue")
 
@@ -352,3 +352,9 @@ def test_closing_the_env_closes_the_simulator(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(env.simulator, "close", lambda: closed.append(True))
     env.close()
     assert closed
+
+
+def test_an_action_element_without_room_is_refused() -> None:
+    # else policies would scale by its range of zero, and every action would be NaN
+    with pytest.raises(ValueError, match="of action element 1 leave it no room"):
+        EnvSpec((-1.0, 0.5), (1.0, 0.5), chunk_size=1)

@@ -28,6 +28,9 @@ class EnvSpec:
         chunk_size: H, the number of actions of one decision.
         state_dim: length of ``("observation", "state")``, or None without one.
         images: ``(C, H, W)`` of every camera, by its name under ``"observation"``.
+
+    Raises:
+        ValueError: for an action element that cannot move: policies scale by its range.
     """
 
     action_low: tuple[float, ...]
@@ -35,6 +38,14 @@ class EnvSpec:
     chunk_size: int
     state_dim: int | None = None
     images: dict[str, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for element, (low, high) in enumerate(zip(self.action_low, self.action_high, strict=True)):
+            if not low < high:
+                raise ValueError(
+                    f"action_low={low} and action_high={high} of action element {element} leave it no room; let the env fill "
+                    "in what is fixed, and leave it out of its actions"
+                )
 
     @property
     def action_dim(self) -> int:
