@@ -65,7 +65,9 @@ def read_timeline(path: Path) -> list[Slice]:
         if lane == f"{TRAINER} 0" and _STEP in event["args"]
     )
     slices = [
-        Slice(lane, event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, _during(steps, event), event["args"])
+        Slice(
+            lane, event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, _during(steps, event), event["args"]
+        )
         for event, lane in zip(found, names, strict=True)
     ]
     order = {name: place for place, name in enumerate(dict.fromkeys(lanes.values()))}
