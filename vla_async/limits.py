@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from vla_async.envs.base import EnvFactory
 from vla_async.policies.base import VLAPolicy
+
+if TYPE_CHECKING:
+    from vla_async.loops.base import Loop
 
 _LIMITS = {
     "max_steps": (-1, None, ", where -1 is no limit"),
@@ -29,6 +32,18 @@ def check_limits(**numbers: int | None) -> None:
         if value is not None and (value < least or (most is not None and value > most)):
             upper = "" if most is None else f" and at most {most}"
             raise ValueError(f"trainer.{name}={value} must be at least {least}{upper}{meaning}")
+
+
+def check_run(name: str, fit_loop: Loop | None) -> None:
+    """Refuse a name of a run that is no directory's, and a fit loop that is one of something else.
+
+    Raises:
+        ValueError: names the setting, its value and the fix.
+    """
+    if not name or "/" in name or name.startswith("."):
+        raise ValueError(f"trainer.name={name!r} must be a plain directory name")
+    if fit_loop is not None and fit_loop.stage != "fit":
+        raise ValueError(f"trainer.fit_loop={type(fit_loop).__name__} is a loop of {fit_loop.stage}; give a SyncFitLoop")
 
 
 def check_choice(setting: str, value: Any, known: Any) -> None:

@@ -24,23 +24,26 @@ import lightning
 from lightning.fabric.loggers import Logger
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 
-from vla_async.callbacks import Callback, Checkpoint, Progress, SuccessPlot
+from vla_async.callbacks import Callback, Progress
+from vla_async.callbacks.defaults import with_defaults
 from vla_async.envs.base import EnvFactory, EnvSpec
-from vla_async.fabric import Accelerator, Precision, make_fabric, resolve_accelerator, unpack_optimizers
+from vla_async.fabric import Accelerator, Precision, make_fabric, resolve_accelerator
 from vla_async.interrupts import Interrupts
-from vla_async.limits import check_limits, check_pair
+from vla_async.limits import check_limits, check_pair, check_run
 from vla_async.loops.base import Loop
 from vla_async.loops.collect import CollectLoop, CollectReport
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
 from vla_async.loops.sft import SFTLoop
 from vla_async.loops.sync import SyncFitLoop
 from vla_async.loops.validation import Validation, evaluate_in_turn, make_validation
-from vla_async.memory import check_weights_fit, report_memory
+from vla_async.memory import report_memory
+from vla_async.monitor.timeline_run import Timeline
 from vla_async.objectives.base import Objective
 from vla_async.policies.base import VLAPolicy
 from vla_async.ranks import Ranks, RankSettings, StrategyName, refuse_other_ranks
 from vla_async.rng import Split
 from vla_async.run_directory import RunDirectory
+from vla_async.setting_up import set_up_policy
 from vla_async.state import TrainState, find_checkpoint, load_weights
 from vla_async.strategies.ranks import DEFAULT_TIMEOUT_S
 from vla_async.winding_up import winding_up
@@ -76,6 +79,8 @@ class AsyncTrainer:
         num_threads: torch's threads on a CPU; by default the cores that the envs leave, at least one.
         check_memory: before a run, let the policy train on one decision, print what memory the run is estimated to take, and
             refuse it if that is more than is free.
+        timeline: let ``fit`` write ``timeline.json``, which shows who does what, when, in Perfetto or chrome://tracing: of all
+            steps if true, or of those in ``[first, last]``, the first of all being 1. See docs/profiling.md.
         callbacks: in addition to Checkpoint, Progress and SuccessPlot, which are always there; an instance given here
             takes the place of the default one.
         loggers: in addition to metrics.csv, which is always written.
@@ -102,15 +107,13 @@ class AsyncTrainer:
         precision: Precision = "32-true",
         num_threads: int | None = None,
         check_memory: bool = True,
+        timeline: bool | list[int] = False,
         callbacks: list[Callback] | None = None,
         loggers: list[Logger] | None = None,
     ) -> None:
         check_limits(seed=seed, max_steps=max_steps, max_env_steps=max_env_steps, num_threads=num_threads)
         check_limits(val_every_n_steps=val_every_n_steps)
-        if not name or "/" in name or name.startswith("."):
-            raise ValueError(f"trainer.name={name!r} must be a plain directory name")
-        if fit_loop is not None and fit_loop.stage != "fit":
-            raise ValueError(f"trainer.fit_loop={type(fit_loop).__name__} is a loop of {fit_loop.stage}; give a SyncFitLoop")
+        check_run(name, fit_loop)
         self.fit_loop, self.sft_loop = fit_loop or SyncFitLoop(), sft_loop or SFTLoop()
         self.evaluate_loop, self.collect_loop = evaluate_loop or EvaluateLoop(), collect_loop or CollectLoop()
         self.max_steps, self.max_env_steps, self.val_every_n_steps = max_steps, max_env_steps, val_every_n_steps
@@ -118,12 +121,8 @@ class AsyncTrainer:
         self.accelerator, self.device, self.precision = resolve_accelerator(accelerator), device, precision
         self.ranks = Ranks(RankSettings(strategy, num_ranks, rank_timeout_s, self.accelerator, device))
         self.num_threads, self.check_memory = num_threads, check_memory
-        self.callbacks, self.loggers = [*(callbacks or [])], loggers or []
-        for kind in (Checkpoint, SuccessPlot, Progress):
-            if not any(isinstance(callback, kind) for callback in self.callbacks):
-                self.callbacks.append(kind())
-        self.callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))  # it saves what the others have changed
-        self.validation = make_validation(self.evaluate_loop)
+        self.callbacks, self.loggers = with_defaults(callbacks or []), loggers or []
+        self.validation, self.timeline = make_validation(self.evaluate_loop), Timeline(timeline)
         self.config_text: str | None = None
         self.interrupts, self._clock = Interrupts(), 0.0  # up to when training time has been counted
         self.origin: Path | None = None  # the checkpoint that a run started from
@@ -249,6 +248,8 @@ class AsyncTrainer:
         with self.interrupts:
             self._open_run(self.ranks)
         with winding_up(self, loop):
+            if loop.stage == "fit":
+                self.timeline.open(self.run.path if self.ranks.is_first else None)
             self._set_up(loop.stage, loop.open(self))
             if self.check_memory and self.ranks.is_first:
                 report_memory(self, loop)
@@ -285,12 +286,7 @@ class AsyncTrainer:
 
     def _set_up(self, stage: str, spec: EnvSpec) -> None:
         """Build the policy and its optimizer, on the device."""
-        self.policy.build(spec)
-        if self.policy.objective is not None:
-            self.policy.objective.reset()
-        check_weights_fit(self.policy, self.fabric.device)
-        self.policy.zero_grad()  # an earlier run may have been cut short between a backward and its step
-        optimizer, scheduler = unpack_optimizers(self.policy.configure_optimizers())
+        optimizer, scheduler = set_up_policy(self.policy, spec, self.fabric.device)
         self.module: _FabricModule
         self.optimizer: _FabricOptimizer
         self.module, self.optimizer = self.fabric.setup(self.policy, optimizer)

@@ -44,6 +44,7 @@ def winding_up(trainer: AsyncTrainer, loop: Loop | None = None) -> Iterator[None
             raise
         finally:
             with interrupts.shielded(), ExitStack() as calls:
+                calls.callback(trainer.timeline.close)  # when nobody records any more
                 calls.callback(ranks.close)
                 calls.callback(trainer.fabric.strategy.teardown)
                 for logger in trainer.fabric.loggers:
