@@ -79,8 +79,8 @@ class AsyncTrainer:
         num_threads: torch's threads on a CPU; by default the cores that the envs leave, at least one.
         check_memory: before a run, let the policy train on one decision, print what memory the run is estimated to take, and
             refuse it if that is more than is free.
-        timeline: let ``fit`` write ``timeline.json``, which shows who does what, when, in Perfetto or chrome://tracing: of all
-            steps if true, or of those in ``[first, last]``, the first of all being 1. See docs/profiling.md.
+        timeline: let ``fit`` write ``timeline.json``, which shows in Perfetto or chrome://tracing who does what, when: of
+            all steps if true, or of those in ``[first, last]``, the first of all being 1. See docs/profiling.md.
         callbacks: in addition to Checkpoint, Progress and SuccessPlot, which are always there; an instance given here
             takes the place of the default one.
         loggers: in addition to metrics.csv, which is always written.

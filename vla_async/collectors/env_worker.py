@@ -23,6 +23,7 @@ from vla_async.collectors.slot_writer import SlotWriter
 from vla_async.collectors.wires import ADMITTED, DECIDE, STOPPED, Ask, Wires, clock
 from vla_async.collectors.worker import Reporting, leave_signals_to_parent
 from vla_async.envs.base import EnvFactory
+from vla_async.monitor.timeline_track import Kind, Track
 from vla_async.shared_memory import numbers
 
 
@@ -92,7 +93,10 @@ class EnvWorker:
             if wants:
                 poller.unregister(free)
             if self._hungry:
-                self.board.waiting[self.number] += clock() - before
+                now = clock()
+                self.board.waiting[self.number] += now - before
+                if self.orders.track is not None:
+                    self.orders.track.add(Kind.NO_SLOT, before, now, len(self._hungry))
             for generation, place, rows in answers.receive():
                 if generation == STOPPED:
                     return
@@ -103,9 +107,11 @@ class EnvWorker:
 
     def _begin(self, place: int) -> None:
         """Start an env: at once, or in place of an ended worker's when the replica has given back what that one had."""
-        started = self._enter()
-        self.writers[place].start(self.orders.seed)
-        self._leave(started)
+        started, writer = self._enter(), self.writers[place]
+        writer.start(self.orders.seed)
+        now = self._leave(started)
+        if self.orders.track is not None:
+            self.orders.track.add(Kind.RESET, started, now, writer.rows.start, len(writer.rows))
         self._hungry.append(place)
 
     def _take(self, place: int, rows: int) -> None:
@@ -116,8 +122,10 @@ class EnvWorker:
         self._answered[place] = 0
         started = self._enter()
         complete = writer.act()
-        self._leave(started)
+        now = self._leave(started)
         self._env_steps[self.number] += writer.env_steps
+        if self.orders.track is not None:
+            self._record(self.orders.track, writer, started, now, complete)
         if complete:
             # in this order: if this worker dies in between, the replica knows of the slots and will not give them back
             self._ask(place, Ask.FINISH, *map(writer.slot_of, complete))
@@ -169,9 +177,22 @@ class EnvWorker:
         self._busy_since[self.number] = now = clock()
         return now
 
-    def _leave(self, started: float) -> None:
+    def _leave(self, started: float) -> float:
         self._busy_since[self.number] = 0.0
-        self._busy[self.number] += clock() - started
+        now = clock()
+        self._busy[self.number] += now - started
+        return now
+
+    @staticmethod
+    def _record(track: Track, writer: SlotWriter, started: float, ended: float, complete: list[int]) -> None:
+        """Record a decision that was executed, and what it ended; before anybody hears of it."""
+        first, count = writer.rows.start, len(writer.rows)
+        track.add(Kind.ENV_STEPS, started, ended, first, count, writer.env_steps)
+        if writer.reset_at is not None:
+            track.add(Kind.RESET, *writer.reset_at, first, count)
+            writer.reset_at = None
+        for row in complete:
+            track.add(Kind.FINISHED, started, ended, writer.slot_of(row))
 
 
 def yield_to_replicas() -> None:

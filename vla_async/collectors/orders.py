@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypedDict
 
 import torch
@@ -16,6 +17,7 @@ from vla_async.collectors.slab import Key, Leaf, Slab
 from vla_async.collectors.tally import Tally
 from vla_async.collectors.wires import EnvAddress
 from vla_async.envs.base import EnvSpec
+from vla_async.monitor.timeline_track import Track
 from vla_async.weights.publisher import SharedWeights
 
 
@@ -40,6 +42,7 @@ class WorkerOrders:
         generation: how many workers have had this place before.
         seed: root of the envs' random streams.
         lockstep: whether a replica has to know who waits for a slot.
+        track: where it records what it does; None if nobody wants to know.
     """
 
     slab: Slab
@@ -48,6 +51,7 @@ class WorkerOrders:
     generation: int
     seed: int
     lockstep: bool
+    track: Track | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ class ReplicaOrders:
         weights: where newer weights will lie.
         tally: what it counts.
         request_base: int64 ``[N]``; a row's k-th decision has the key ``base + k``.
+        track: where it records what it does; None if nobody wants to know.
+        torch_trace: the file for torch's profile of the time in which it records; None for none.
     """
 
     slab: Slab
@@ -106,6 +112,8 @@ class ReplicaOrders:
     weights: SharedWeights | None
     tally: Tally
     request_base: Tensor
+    track: Track | None = None
+    torch_trace: Path | None = None
 
 
 class FleetOptions(TypedDict, total=False):

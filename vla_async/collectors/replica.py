@@ -20,6 +20,8 @@ from vla_async.collectors.orders import ReplicaOrders, ReplicaSettings
 from vla_async.collectors.slab import TRAJ_IDS, Key, Leaf
 from vla_async.collectors.slot_writer import numpy_rows
 from vla_async.collectors.wires import DECIDE, PAUSED, Ask, EnvAddress, Wires, clock
+from vla_async.monitor.timeline_track import Kind
+from vla_async.monitor.torch_trace import TorchTrace
 from vla_async.shared_memory import numbers
 from vla_async.weights.publisher import WeightReceiver
 
@@ -80,6 +82,7 @@ class InferenceReplica:
         self._least = self._most if settings.lockstep else 0
         self._latest, self._began, self._paused = -float("inf"), clock(), False
         self._env_of = {row: address.rows.start for address in orders.envs for row in address.rows}
+        self._torch_trace = TorchTrace(orders.torch_trace) if orders.torch_trace else None
         # in lockstep, the ends of slots are answered together too, when every env that has been answered was heard again
         self._ends: list[_Request] = []
         self._unheard: set[int] = set()
@@ -98,6 +101,8 @@ class InferenceReplica:
         while True:
             deadline = None if self._paused else self.batcher.next_deadline()
             poller.poll(None if deadline is None or deadline == float("inf") else max(0.0, deadline - clock()) * 1e3)
+            if self._torch_trace is not None and self.orders.track is not None:
+                self._torch_trace.follow(self.orders.track.is_on)  # before newer weights are acknowledged
             for record in asks.receive():
                 if not self._hear(*record):
                     return
@@ -135,9 +140,17 @@ class InferenceReplica:
             self._paused = what == Ask.PAUSE
             if self._paused:
                 self.wires.acks.send(self.number, self.version, PAUSED)
-        elif what == Ask.WEIGHTS and self._receiver is not None and self._receiver.update():
-            self.wires.acks.send(self.number, self.version, self._receiver.checksum())
+        elif what == Ask.WEIGHTS and self._receiver is not None:
+            self._swap(self._receiver)
         return what != Ask.STOP
+
+    def _swap(self, receiver: WeightReceiver) -> None:
+        """Take over newer weights, and say so."""
+        began = clock()
+        if receiver.update():
+            self.wires.acks.send(self.number, receiver.version, receiver.checksum())
+            if self.orders.track is not None:
+                self.orders.track.add(Kind.SWAP, began, clock(), receiver.version)
 
     def _set_absent(self, id: int, absent: bool) -> None:
         """Note that an env was heard, and whether it takes part."""
@@ -225,7 +238,10 @@ class InferenceReplica:
             self._write(made, rows, decisions)
         for share in batch:
             self._tell(share)
-        self.orders.tally.add(len(rows), [began - share.request.sent for share in batch], clock() - began, len(self.batcher))
+        now, waits = clock(), [began - share.request.sent for share in batch]
+        self.orders.tally.add(len(rows), waits, now - began, len(self.batcher))
+        if self.orders.track is not None:
+            self.orders.track.add(Kind.FORWARD, began, now, len(rows), self.version, int(1e6 * max(waits)))
 
     def _is_current(self, request: _Request) -> bool:
         address = request.address

@@ -13,6 +13,7 @@ from vla_async import keys
 from vla_async.collectors.board import Board, SlotState
 from vla_async.collectors.row_env import RowEnv
 from vla_async.collectors.slab import TRAJ_IDS, UNANSWERED, Key, Slab
+from vla_async.collectors.wires import clock
 
 Array = NDArray[Any]
 
@@ -32,6 +33,7 @@ class SlotWriter:
 
     Attributes:
         env_steps: env steps of the last decision, of all rows.
+        reset_at: when rows were last reset after a decision, from when to when; None before, and if somebody says so.
     """
 
     def __init__(self, env: RowEnv, slab: Slab, board: Board, rows: range) -> None:
@@ -53,6 +55,7 @@ class SlotWriter:
         self._versions, self._traj_ids = _rows_of(slab, (keys.POLICY_VERSION,)), _rows_of(slab, TRAJ_IDS)
         self._length = slab.length.numpy()
         self.env_steps = 0
+        self.reset_at: tuple[float, float] | None = None
 
     def start(self, seed: int) -> None:
         """Start an episode in all rows; they need slots then."""
@@ -164,7 +167,9 @@ class SlotWriter:
         """Restart the rows whose episodes have ended with the decisions ``base``."""
         done = np.zeros(len(self.rows), bool)
         done[rows] = True
+        began = clock()
         self.env.restart(done, self._episodes)
+        self.reset_at = began, clock()
         if not self._spans:  # the row takes a slot first, and counts the episode then
             return
         self._episodes += done

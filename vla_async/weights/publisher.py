@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from vla_async.monitor.timeline_track import Kind, Track, clock
 from vla_async.shared_memory import Field, SharedBlock
 
 
@@ -74,6 +75,7 @@ class WeightPublisher:
         version: number of updates behind the weights that the replicas start with, which are the policy's own.
         announce: tells all replicas to look at the shared weights.
         await_acks: waits for the next acknowledgements and returns them as (replica, version, checksum).
+        track: where every publish is recorded; None if nobody wants to know.
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class WeightPublisher:
         version: int,
         announce: Callable[[], None],
         await_acks: Callable[[], list[tuple[int, int, int]]],
+        track: Track | None = None,
     ) -> None:
         self.policy, self.num_replicas = policy, num_replicas
-        self._announce, self._await_acks = announce, await_acks
+        self._announce, self._await_acks, self._track = announce, await_acks, track
         state = named_tensors(policy)
         self.names = published_names(policy)
         self.shared = SharedWeights.allocate(
@@ -120,8 +123,9 @@ class WeightPublisher:
         """
         if version <= self.version:
             raise ValueError(f"version={version} is not larger than the last one published, {self.version}")
-        source = self._source(weights)
+        source, began = self._source(weights), clock()
         self.confirm()
+        confirmed = clock()
         copy = 1 - self.shared.newest[1]
         block = self.shared.copies[copy]
         for name in self.names:
@@ -131,6 +135,9 @@ class WeightPublisher:
         self.version, self._checksum = version, checksum(block.tensors)
         self.shared.header["header"].copy_(torch.tensor([version, copy]))
         self._announce()
+        if self._track is not None:
+            self._track.add(Kind.CONFIRM, began, confirmed, self.version)
+            self._track.add(Kind.PUBLISH, began, clock(), version)
 
     def confirm(self) -> None:
         """Wait until every replica holds what was published last, for at most one batch of each, and prove it.
