@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from vla_async.monitor.environment import write_environment
+
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run: config.yaml, metrics.csv, checkpoints/, videos/, success.png."""
+    """The files of a run: config.yaml, environment.json, metrics.csv, checkpoints/, videos/, trajectories/, success.png."""
 
     path: Path
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDirectory:
-        """Make a new directory that no other run owns.
+        """Make a new directory that no other run owns, with what this machine is in environment.json.
 
         Raises:
             RuntimeError: if it cannot be written.
@@ -30,6 +32,7 @@ class RunDirectory:
                 continue
             except OSError as error:
                 raise RuntimeError(f"trainer.root_dir={str(root)!r} cannot be written to: {error}") from error
+            write_environment(path)
             return cls(path)
         raise RuntimeError(f"{root / name} has a thousand runs of this very second")
 
@@ -40,6 +43,10 @@ class RunDirectory:
     @property
     def videos(self) -> Path:
         return self.path / "videos"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.path / "trajectories"
 
 
 def checkpoints_of(name: str, root: Path, which: str) -> list[Path]:

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from vla_async.collectors.episodes import Episode, EpisodeTracker
+from vla_async.collectors.episodes import Episode
 from vla_async.collectors.pool import EnvPool
-from vla_async.collectors.view import PolicyView
+from vla_async.collectors.pool_recorder import PoolRecorder
+from vla_async.data.trajectory_store import Quota, TrajectoryStore
 from vla_async.envs.base import EnvFactory, OnSuccess
 from vla_async.limits import check_evaluation_device
+from vla_async.loops.evaluation_wave import Wave
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.metric import Family
 from vla_async.monitor.metrics import SuccessRate, mean
 from vla_async.monitor.video import VideoRecorder
 from vla_async.policies.base import VLAPolicy
-from vla_async.rng import Split, evaluation_seed, fold
+from vla_async.rng import Split
 
 SuccessKind = Literal["success_once", "success_at_end"]
+_SUCCESS: dict[SuccessKind, tuple[Family, Family, Family]] = {  # the rate, and the ends of its interval
+    "success_once": (names.SUCCESS_ONCE, names.SUCCESS_ONCE_LOW, names.SUCCESS_ONCE_HIGH),
+    "success_at_end": (names.SUCCESS_AT_END, names.SUCCESS_AT_END_LOW, names.SUCCESS_AT_END_HIGH),
+}
 
 
 @dataclass
@@ -57,16 +64,15 @@ class EvaluationResult:
         """What is logged: both success rates with n and interval, mean return and length; per task if there are several."""
         out: dict[str, float] = {}
         for task in [None, *(self.tasks if len(self.tasks) > 1 else [])]:
-            suffix = "" if task is None else f"/{task}"
-            kinds: tuple[SuccessKind, ...] = ("success_once", "success_at_end")
-            for kind in kinds:
+            of = (self.split,) if task is None else (self.split, task)
+            for kind, (name, low, high) in _SUCCESS.items():
                 rate = self.success(kind, task)
-                out[f"{self.split}/{kind}{suffix}"] = rate.rate
-                out[f"{self.split}/{kind}_low{suffix}"], out[f"{self.split}/{kind}_high{suffix}"] = rate.interval
-            out[f"{self.split}/episodes{suffix}"] = rate.n
-        out[f"{self.split}/return"] = mean(episode.episode_return for episode in self.episodes)
-        out[f"{self.split}/episode_env_steps"] = mean(episode.env_steps for episode in self.episodes)
-        out[f"{self.split}/policy_version"] = self.policy_version
+                out[name.of(*of)] = rate.rate
+                out[low.of(*of)], out[high.of(*of)] = rate.interval
+            out[names.EVALUATED_EPISODES.of(*of)] = rate.n
+        out[names.EVALUATED_RETURN.of(self.split)] = mean(episode.episode_return for episode in self.episodes)
+        out[names.EVALUATED_LENGTH.of(self.split)] = mean(episode.env_steps for episode in self.episodes)
+        out[names.EVALUATED_VERSION.of(self.split)] = self.policy_version
         return out
 
 
@@ -174,6 +180,7 @@ class EvaluateLoop:
         *,
         policy_version: int = 0,
         videos: Path | None = None,
+        store: TrajectoryStore | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         progress: Callable[[int], None] | None = None,
     ) -> EvaluationResult:
@@ -185,6 +192,7 @@ class EvaluateLoop:
             split: which seeds: ``validate`` or ``test``.
             policy_version: number of updates behind the policy's weights.
             videos: directory for recordings; none are made without it.
+            store: where some episodes are saved; none are without it.
             autocast: makes the context in which the policy acts.
             progress: is told how many episodes have ended.
 
@@ -198,7 +206,7 @@ class EvaluateLoop:
         policy.eval()
         try:
             with set_exploration_type(mode), autocast():
-                return self._run(policy, factory, split, policy_version, videos, progress)
+                return self._run(policy, factory, split, policy_version, videos, store, progress)
         except BaseException:
             self.close()  # envs that were left in the middle of a command
             raise
@@ -212,18 +220,22 @@ class EvaluateLoop:
         split: Split,
         version: int,
         videos: Path | None,
+        store: TrajectoryStore | None,
         progress: Callable[[int], None] | None,
     ) -> EvaluationResult:
         result, self._ended = EvaluationResult(split, version, []), []
-        for wave in self._waves(factory):
-            recorder = VideoRecorder(videos, f"{split}_{version:06d}", self.num_videos)
-            part = _Evaluation(self._open(factory, wave), policy, split, self.num_episodes, recorder)
+        quota = Quota(None if store is None else store.recording)
+        for indices in self._waves(factory):
+            films = VideoRecorder(videos, f"{split}_{version:06d}", self.num_videos)
+            pool = self._open(factory, indices)
+            recorder = PoolRecorder(pool, store, quota, factory=self._key[0], indices=indices, split=split)
+            part = Wave(pool, policy, split, version, self.num_episodes, films, recorder)
             self._ended = [result.episodes, part.episodes.values()]
             for _ in part.run():
                 if progress is not None:
                     progress(self.finished)
             result.episodes += [part.episodes[key] for key in sorted(part.episodes)]
-            result.videos += recorder.files
+            result.videos += films.files
             self._ended = [result.episodes]
         return result
 
@@ -237,60 +249,3 @@ class EvaluateLoop:
         if self._pool is not None:
             self._pool.close()
         self._pool = None
-
-
-class _Evaluation:
-    """One wave: the envs of a pool share the episodes of their tasks."""
-
-    def __init__(self, pool: EnvPool, policy: VLAPolicy, split: Split, count: int, recorder: VideoRecorder) -> None:
-        self.pool, self.policy, self.split, self.count, self.recorder = pool, policy, split, count, recorder
-        self.episodes: dict[tuple[int, int], Episode] = {}
-        self._tracker, self._view = EpisodeTracker(pool), PolicyView(pool, policy)
-
-    def run(self) -> Iterator[None]:
-        """Play all episodes, a decision at a time. The first reset also tells which task each env runs."""
-        pool, num = self.pool, self.pool.num_envs
-        pool.reset(torch.ones(num, dtype=torch.bool), torch.full((num,), evaluation_seed(self.split, 0)))
-        order = list(dict.fromkeys(pool.tasks))
-        self._task_of = [order.index(task) for task in pool.tasks]
-        self.recorder.watch({self._task_of.index(task) for task in range(len(order))})
-        self._waiting = {task: list(range(self.count)) for task in range(len(order))}
-        self._playing = torch.full((num,), -1)
-        self._decisions = torch.zeros(num, dtype=torch.int64)
-        self._begin(range(num))
-        while bool((self._playing >= 0).any()):
-            self._decide()
-            yield
-
-    def _seeds(self) -> Tensor:
-        return torch.tensor([evaluation_seed(self.split, max(episode, 0)) for episode in self._playing.tolist()])
-
-    def _begin(self, rows: Sequence[int]) -> None:
-        """Give each of the rows the next episode of its task, if one is left."""
-        started = torch.zeros(self.pool.num_envs, dtype=torch.bool)
-        record = torch.zeros_like(started)
-        for row in rows:
-            queue = self._waiting[self._task_of[row]]
-            self._playing[row] = queue.pop(0) if queue else -1
-            started[row] = self._playing[row] >= 0
-            record[row] = bool(started[row]) and self.recorder.begins(row)
-        self._decisions.masked_fill_(started, 0)
-        if bool(started.any()):
-            self.pool.reset(started, self._seeds(), record)
-
-    def _decide(self) -> None:
-        active, seeds = self._playing >= 0, self._seeds()
-        # the key names the task too: two tasks share their seeds, and must not share their noise
-        bases = [fold(self.split, task, seed) for task, seed in zip(self.pool.tasks, seeds.tolist(), strict=True)]
-        request_keys = torch.tensor(bases) + self._decisions
-        seen = self._view.see(self.pool.rows.observation, self.pool.instructions, request_keys)
-        chunk = self._view.chunk(self.policy.act(seen))
-        self._decisions += active
-        for row, frames in self.pool.step(chunk, active).items():
-            self.recorder.add(row, frames)
-        ended = self._tracker.after_step(self.pool.tasks, seeds)
-        for row, episode in ended.items():
-            self.episodes[self._task_of[row], int(self._playing[row])] = episode
-            self.recorder.ends(row, episode)
-        if ended:
-            self._begin(sorted(ended))

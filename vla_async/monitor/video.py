@@ -14,8 +14,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vla_async.collectors.episodes import Episode
 
+FRAMES_PER_SECOND = 20  # env steps
 
-def write_video(path: Path, frames: Sequence[Tensor], frames_per_second: int = 20) -> Path:
+
+def write_video(path: Path, frames: Sequence[Tensor], frames_per_second: int = FRAMES_PER_SECOND) -> Path:
     """Encode pictures as H.264 in an mp4 file.
 
     Args:
