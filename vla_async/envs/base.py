@@ -43,8 +43,8 @@ class EnvSpec:
         for element, (low, high) in enumerate(zip(self.action_low, self.action_high, strict=True)):
             if not low < high:
                 raise ValueError(
-                    f"action_low={low} and action_high={high} of action element {element} leave it no room; let the env fill "
-                    "in what is fixed, and leave it out of its actions"
+                    f"action_low={low} and action_high={high} of action element {element} leave it no room; let the env "
+                    "fill in what is fixed, and leave it out of its actions"
                 )
 
     @property
