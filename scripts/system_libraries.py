@@ -9,47 +9,21 @@ before the virtual environment exists.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from apt_sources import backports_source, main_archive
-from vulkan import vulkan_devices
 
-MESA_NEEDED = (24, 3)  # ManiSkill finds no rendering device on the software Vulkan driver of an older Mesa
-MESA_PACKAGE = "mesa-vulkan-drivers"
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for what nothing has to be installed for
+from vla_async.doctor.libraries import LIBRARIES, MESA_NEEDED, MESA_PACKAGE, Library, loads, mesa_of, version_of
+from vla_async.doctor.vulkan import vulkan_devices
+
 BACKPORTS_FILE = Path("/etc/apt/sources.list.d/vla-async-backports.sources")
-
-
-@dataclass(frozen=True)
-class Library:
-    """A shared library.
-
-    Attributes:
-        soname: what the dynamic linker looks for.
-        packages: the names of the package that has it, the newest name first.
-        instead: libraries that will do on a release without such a package.
-    """
-
-    soname: str
-    packages: tuple[str, ...]
-    instead: tuple[str, ...] = ()
-
-
-LIBRARIES = (
-    Library("libvulkan.so.1", ("libvulkan1",)),
-    Library("libX11.so.6", ("libx11-6",)),
-    Library("libGL.so.1", ("libgl1",)),
-    Library("libEGL.so.1", ("libegl1",)),
-    Library("libOSMesa.so.8", ("libosmesa6",), instead=("libEGL_mesa.so.0", "libEGL_nvidia.so.0")),
-    Library("libgthread-2.0.so.0", ("libglib2.0-0t64", "libglib2.0-0")),
-)
 
 
 class SetupError(Exception):
@@ -57,15 +31,6 @@ class SetupError(Exception):
 
 
 # ------------------------------------------------------------------------------------------------ what is there
-
-
-def loads(soname: str) -> bool:
-    """Whether the dynamic linker finds the library and all that it needs."""
-    try:
-        ctypes.CDLL(soname)
-    except OSError:
-        return False
-    return True
 
 
 def missing_libraries() -> list[Library]:
@@ -76,18 +41,10 @@ def missing_libraries() -> list[Library]:
 
 def vulkan_works() -> bool:
     """Whether a device is there that ManiSkill can use: any GPU, or a Mesa that is new enough on the CPU."""
-    return any(
-        not device.is_cpu or version_of(device.driver.removeprefix("Mesa ")) >= MESA_NEEDED for device in vulkan_devices()
-    )
+    return any(not device.is_cpu or mesa_of(device.driver) >= MESA_NEEDED for device in vulkan_devices())
 
 
 # ------------------------------------------------------------------------------------------------ apt
-
-
-def version_of(text: str) -> tuple[int, int]:
-    """``(25, 0)`` of a Debian version such as ``1:25.0.7-2~bpo12+1``; ``(0, 0)`` of ``(none)``."""
-    match = re.match(r"(?:\d+:)?(\d+)\.(\d+)", text)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def run(*command: str) -> str:

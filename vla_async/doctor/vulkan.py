@@ -1,9 +1,10 @@
-"""Ask Vulkan which devices there are, with nothing but the standard library."""
+"""Ask Vulkan which devices there are, with nothing but the standard library. As a program, it prints them as JSON."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
 VULKAN_1_1 = 1 << 22 | 1 << 12  # the first version that tells a driver's name and version
 CPU_DEVICE = 4  # VK_PHYSICAL_DEVICE_TYPE_CPU
@@ -89,3 +90,7 @@ def vulkan_devices() -> list[VulkanDevice]:
         devices.append(VulkanDevice(device.device_type == CPU_DEVICE, driver.info.decode(errors="replace")))
     vulkan.vkDestroyInstance(instance, None)
     return devices
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(device) for device in vulkan_devices()]))
