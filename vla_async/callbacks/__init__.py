@@ -5,5 +5,6 @@ from vla_async.callbacks.checkpoint import Checkpoint
 from vla_async.callbacks.progress import Progress
 from vla_async.callbacks.staleness_alert import StalenessAlert
 from vla_async.callbacks.success_plot import SuccessPlot
+from vla_async.callbacks.trajectory_recorder import TrajectoryRecorder
 
-__all__ = ["Callback", "Checkpoint", "Progress", "StalenessAlert", "SuccessPlot"]
+__all__ = ["Callback", "Checkpoint", "Progress", "StalenessAlert", "SuccessPlot", "TrajectoryRecorder"]

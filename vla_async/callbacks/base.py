@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vla_async.data.trajectory_store import TrajectoryStore
     from vla_async.loops.evaluate import EvaluationResult
     from vla_async.trainer import AsyncTrainer
 
@@ -38,3 +39,7 @@ class Callback:
 
     def on_end(self, trainer: AsyncTrainer) -> None:
         """Training is over, on every kind of exit."""
+
+    def trajectory_store(self, trainer: AsyncTrainer) -> TrajectoryStore | None:
+        """Where episodes of the run are to be saved, which has a directory by then; None for nowhere."""
+        return None

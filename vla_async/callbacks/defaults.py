@@ -8,8 +8,9 @@ from vla_async.callbacks.base import Callback
 from vla_async.callbacks.checkpoint import Checkpoint
 from vla_async.callbacks.progress import Progress
 from vla_async.callbacks.success_plot import SuccessPlot
+from vla_async.callbacks.trajectory_recorder import TrajectoryRecorder
 
-_ALWAYS: tuple[type[Callback], ...] = (Checkpoint, SuccessPlot, Progress)
+_ALWAYS: tuple[type[Callback], ...] = (Checkpoint, SuccessPlot, TrajectoryRecorder, Progress)
 
 
 def with_defaults(given: Sequence[Callback]) -> list[Callback]:
