@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import lightning
 from lightning.fabric.loggers import Logger
@@ -37,6 +38,7 @@ from vla_async.loops.sft import SFTLoop
 from vla_async.loops.sync import SyncFitLoop
 from vla_async.loops.validation import Validation, evaluate_in_turn, make_validation
 from vla_async.memory import report_memory
+from vla_async.monitor import metric_table as names
 from vla_async.monitor.timeline_run import Timeline
 from vla_async.objectives.base import Objective
 from vla_async.policies.base import VLAPolicy
@@ -44,8 +46,9 @@ from vla_async.ranks import Ranks, RankSettings, StrategyName, refuse_other_rank
 from vla_async.rng import Split
 from vla_async.run_directory import RunDirectory
 from vla_async.setting_up import set_up_policy
-from vla_async.state import TrainState, find_checkpoint, load_weights
+from vla_async.state import Counters, TrainState, find_checkpoint, load_weights
 from vla_async.strategies.ranks import DEFAULT_TIMEOUT_S
+from vla_async.strategies.size_weighted import SizeWeighted
 from vla_async.winding_up import winding_up
 
 
@@ -174,8 +177,8 @@ class AsyncTrainer:
         assert self.policy.objective is not None
         return self.policy.objective
 
-    def optimizer_step(self, max_grad_norm: float | None) -> None:
-        """Clip, step and clear the gradients; an interrupt waits until all of it is done."""
+    def optimizer_step(self, max_grad_norm: float | None) -> float:
+        """Clip, step and clear the gradients; an interrupt waits until all of it is done. Returns their norm before that."""
         with self.interrupts.critical():
             if max_grad_norm is not None:
                 self.fabric.clip_gradients(self.module, self.optimizer, max_norm=max_grad_norm, error_if_nonfinite=False)
@@ -184,15 +187,14 @@ class AsyncTrainer:
             if self.state.scheduler is not None:
                 self.state.scheduler.step()
             self.state.counters.optimizer_steps += 1
+        return cast(SizeWeighted, self.fabric.strategy).grad_norm
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
         """Close a step that the loop has counted: validate if due, log, tell the callbacks."""
         now, counters = time.perf_counter(), self.state.counters
         counters.elapsed_s, self._clock = counters.elapsed_s + now - self._clock, now
-        merged = dict(metrics) | self.validation.metrics(self)
-        merged |= {"env_steps": counters.env_steps, "episodes": counters.episodes, "elapsed_s": counters.elapsed_s}
-        merged["lr"] = self.optimizer.param_groups[0]["lr"]
-        self.log(merged)
+        rate = {names.LR: self.optimizer.param_groups[0]["lr"]}
+        merged = self.log({**metrics, **self.validation.metrics(self), **rate})
         with self.interrupts.critical():
             self.state.end_step()
         self.validation.step_ended(self)
@@ -206,9 +208,11 @@ class AsyncTrainer:
         yield
         self._clock += time.perf_counter() - started
 
-    def log(self, metrics: Mapping[str, float]) -> None:
-        """Write metrics to all loggers, under the current step."""
-        self.fabric.log_dict(metrics, step=self.state.counters.step)
+    def log(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Write metrics to all loggers, under the current step and with the other x axes; returns all of it."""
+        merged = {**metrics, **self.state.counters.axes}
+        self.fabric.log_dict(merged, step=self.state.counters.step)
+        return merged
 
     def save_checkpoint(self, name: str, finished_step: bool = False) -> Path:
         """Write ``checkpoints/<name>.ckpt`` of this run: the state as it is, or as it was when the last step ended."""
@@ -277,7 +281,7 @@ class AsyncTrainer:
             self._set_up(split, self.evaluate_loop.open(env).spec)
             if weights:
                 load_weights(policy, *weights)
-                self.state.counters.step = int(weights[0]["counters"]["step"])
+                self.state.counters = Counters(**weights[0]["counters"])
             del weights
             with self._progress.evaluating(self, split):
                 result = evaluate_in_turn(self, split)

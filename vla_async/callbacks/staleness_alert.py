@@ -9,11 +9,29 @@ from typing import TYPE_CHECKING, Literal
 
 from vla_async.callbacks.base import Callback
 from vla_async.loops.streaming import StreamingFitLoop
+from vla_async.monitor.metric import Family, Metric
+from vla_async.monitor.metric_table import (
+    APPROX_KL,
+    EQUAL_GROUPS,
+    GROUPS,
+    LOG_PROB_GAP,
+    ROLLOUT_RETURN,
+    ROLLOUT_SUCCESS_ONCE,
+    STALENESS_BOUND,
+    STALENESS_MAX,
+    STALENESS_MEAN,
+)
 
 if TYPE_CHECKING:
     from vla_async.trainer import AsyncTrainer
 
 Action = Literal["warn", "stop", "lower"]
+_ENTRIES: dict[str, Metric | Family] = {
+    "mean_staleness": STALENESS_MEAN,
+    "max_staleness": STALENESS_MAX,
+    "log_prob_gap": LOG_PROB_GAP,
+    "kl": APPROX_KL,
+}
 _SAME = 1e-9  # means nearer than this differ by rounding
 
 
@@ -63,9 +81,7 @@ class StalenessAlert(Callback):
             raise ValueError(f"staleness_alert.action={action!r}: choose warn, stop or lower")
         if all(value is None for value in thresholds.values()) and not no_signal_updates:
             raise ValueError(f"staleness_alert has no threshold; set one of {', '.join(thresholds)} or no_signal_updates")
-        names = {"mean_staleness": "staleness/mean", "max_staleness": "staleness/max"}
-        names |= {"log_prob_gap": "/log_prob_gap", "kl": "/approx_kl"}
-        self.thresholds = {names[name]: value for name, value in thresholds.items() if value is not None}
+        self.thresholds = {_ENTRIES[name]: value for name, value in thresholds.items() if value is not None}
         self.no_signal_updates, self.patience, self.action = no_signal_updates, patience, action
         self._forget()
 
@@ -98,11 +114,11 @@ class StalenessAlert(Callback):
 
     def _too_high(self, metrics: Mapping[str, float]) -> list[str]:
         found = []
-        for ending, threshold in self.thresholds.items():
-            name = next((name for name in metrics if name.endswith(ending)), None)
+        for entry, threshold in self.thresholds.items():
+            name = next((name for name in metrics if entry.labels_of(name) is not None), None)
             exceeds = name is not None and metrics[name] > threshold
-            self._exceeded[ending] = self._exceeded[ending] + 1 if exceeds else 0
-            if name is not None and self._exceeded[ending] >= self.patience:
+            self._exceeded[entry] = self._exceeded[entry] + 1 if exceeds else 0
+            if name is not None and self._exceeded[entry] >= self.patience:
                 found.append(f"{name}={metrics[name]:.4g} is above {threshold:g}")
         return found
 
@@ -110,12 +126,12 @@ class StalenessAlert(Callback):
         """Whether a whole window of updates had nothing to learn from; one without an episode's end says nothing."""
         if not self.no_signal_updates:
             return []
-        if "grpo/groups" in metrics:
-            self._equal = self._equal + 1 if metrics["grpo/groups"] == metrics["grpo/equal_groups"] else 0
+        if GROUPS.of("grpo") in metrics:
+            self._equal = self._equal + 1 if metrics[GROUPS.of("grpo")] == metrics[EQUAL_GROUPS.of("grpo")] else 0
             equal = self._equal >= self.no_signal_updates
             return [f"all groups of {self.no_signal_updates} updates had equal outcomes"] if equal else []
-        if "rollout/return" in metrics:
-            self._outcomes.append((metrics["rollout/return"], metrics["rollout/success_once"]))
+        if ROLLOUT_RETURN.of() in metrics:
+            self._outcomes.append((metrics[ROLLOUT_RETURN.of()], metrics[ROLLOUT_SUCCESS_ONCE.of()]))
         if len(self._outcomes) < self.no_signal_updates:
             return []
         spread = max(max(column) - min(column) for column in zip(*self._outcomes, strict=True))
@@ -128,7 +144,7 @@ class StalenessAlert(Callback):
             what += "; the run stops"
         if self.action == "lower":
             assert isinstance(trainer.fit_loop, StreamingFitLoop)  # check has made sure of it
-            bound = int(metrics["staleness/bound"])
+            bound = int(metrics[STALENESS_BOUND])
             if bound == self._stuck_at:
                 return
             try:

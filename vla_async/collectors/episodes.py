@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,6 +10,10 @@ import torch
 from torch import Tensor
 
 from vla_async.collectors.pool import EnvPool
+from vla_async.envs.base import EnvFactory
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.metric import Metric
+from vla_async.monitor.metrics import mean
 
 
 @dataclass(frozen=True)
@@ -71,3 +76,24 @@ class EpisodeTracker:
             )
         self.clear(done)
         return ended
+
+
+def rollout_metrics(episodes: Sequence[Episode], env: EnvFactory) -> dict[Metric, float]:
+    """What the training episodes say that ended, over all and by task if the envs have several; nothing if none did."""
+    if not episodes:
+        return {}
+    metrics = _means(episodes)
+    if len(env.task_names) > 1:
+        for task in sorted({episode.task for episode in episodes}):
+            metrics |= _means([episode for episode in episodes if episode.task == task], task)
+    return metrics
+
+
+def _means(episodes: Sequence[Episode], *task: str) -> dict[Metric, float]:
+    return {
+        names.ROLLOUT_EPISODES.of(*task): float(len(episodes)),
+        names.ROLLOUT_SUCCESS_ONCE.of(*task): mean(episode.success_once for episode in episodes),
+        names.ROLLOUT_SUCCESS_AT_END.of(*task): mean(episode.success_at_end for episode in episodes),
+        names.ROLLOUT_RETURN.of(*task): mean(episode.episode_return for episode in episodes),
+        names.ROLLOUT_LENGTH.of(*task): mean(episode.env_steps for episode in episodes),
+    }

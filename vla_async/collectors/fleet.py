@@ -22,14 +22,7 @@ from vla_async.collectors.acting import RandomActions, all_leaves, portable
 from vla_async.collectors.board import Board
 from vla_async.collectors.env_worker import EnvSource, run_env_worker
 from vla_async.collectors.groups import Grouping
-from vla_async.collectors.orders import (
-    EnvsReady,
-    FleetSettings,
-    ReplicaOrders,
-    ReplicaReady,
-    RowCounts,
-    WorkerOrders,
-)
+from vla_async.collectors.orders import EnvsReady, FleetSettings, ReplicaOrders, ReplicaReady, RowCounts, WorkerOrders
 from vla_async.collectors.pool import WorkerError, worker_context
 from vla_async.collectors.processes import Member, end_members, gather, start_member
 from vla_async.collectors.replica_control import ReplicaControl
@@ -42,6 +35,8 @@ from vla_async.collectors.wires import ADMITTED, ALARM, STOPPED, Ask, Wires, clo
 from vla_async.data.groups import GroupLedger
 from vla_async.data.in_flight import restore_bundles
 from vla_async.data.queue import TrajectoryQueue
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.timeline_run import PUBLISHER, REPLICA, WORKER, Timeline
 from vla_async.rng import fold
 from vla_async.weights.publisher import WeightPublisher
 
@@ -52,10 +47,13 @@ class Fleet:
     Args:
         shards: for each worker, the envs that it steps.
         settings: how it works.
+        timeline: in which the processes record what they do; by default nothing is recorded.
     """
 
-    def __init__(self, shards: Sequence[Sequence[EnvSource]], settings: FleetSettings) -> None:
-        self.settings = settings
+    def __init__(
+        self, shards: Sequence[Sequence[EnvSource]], settings: FleetSettings, timeline: Timeline | None = None
+    ) -> None:
+        self.settings, self._timeline = settings, timeline or Timeline()
         self._context = worker_context()
         self._sources = [cloudpickle.dumps(list(shard)) for shard in shards]
         self._workers: list[Member] = []
@@ -164,7 +162,8 @@ class Fleet:
         """None for a policy that has no weights."""
         if not isinstance(policy, nn.Module) or not any(True for _ in [*policy.parameters(), *policy.buffers()]):
             return None
-        return WeightPublisher(policy, len(self._replicas), version, self._control.announce, self._control.acks)
+        announce, acks, track = self._control.announce, self._control.acks, self._timeline.track(PUBLISHER)
+        return WeightPublisher(policy, len(self._replicas), version, announce, acks, track)
 
     def _make_queue(self, grouping: Grouping | None, supervisor: Supervisor) -> TrajectoryQueue:
         groups = None if grouping is None else GroupLedger(grouping, self.slab, self.board, self._wake)
@@ -176,18 +175,22 @@ class Fleet:
         return max(1, min(rows, self.settings.max_batch_size or rows))
 
     def _send_orders(self) -> None:
+        timeline = self._timeline
+        self._tracks = [timeline.track(WORKER, number) for number in range(len(self._workers))]
         base = torch.tensor([fold(self.settings.seed, "policy", row) for row in range(self.num_rows)])
         shared = self.publisher.shared if self.publisher else None
         for number, replica in enumerate(self._replicas):
             envs = [env for env in self.envs if env.replica == number]
-            replica.link.send(ReplicaOrders(self.slab, self.board, envs, shared, self.tallies[number], base))
+            track, trace = timeline.track(REPLICA, number), timeline.torch_trace(f"{REPLICA} {number}")
+            replica.link.send(ReplicaOrders(self.slab, self.board, envs, shared, self.tallies[number], base, track, trace))
         for number in range(len(self._workers)):
             self._order_worker(number)
 
     def _order_worker(self, number: int) -> None:
         worker, lockstep = self._workers[number], not self.settings.async_interaction
         envs = [env for env in self.envs if env.worker == number]
-        worker.link.send(WorkerOrders(self.slab, self.board, envs, worker.generation, self.settings.seed, lockstep))
+        seed, track = self.settings.seed, self._tracks[number]
+        worker.link.send(WorkerOrders(self.slab, self.board, envs, worker.generation, seed, lockstep, track))
 
     def _make_supervisor(self) -> Supervisor:
         settings = self.settings
@@ -252,22 +255,25 @@ class Fleet:
         self._wires.acks.send(ALARM, 0, 0)
 
     def stats(self) -> dict[str, Any]:
-        """What the processes have done since they started.
-
-        Returns:
-            All of :func:`vla_async.collectors.tally.summary`, the counts of the queue as ``queue/...``, ``env_steps``,
-            ``env_steps/per_worker``, ``worker/busy_s`` and ``worker/waiting_for_slots_s`` (each per worker),
-            ``worker/idle_share``, ``restarts``, ``uptime_s`` and ``slab/bytes``.
-        """
+        """What the processes have done since they started, by names of :mod:`vla_async.monitor.metric_table`."""
         board, uptime = self.board, clock() - self._began
-        stats = summary(self.tallies) | {f"queue/{name}": number for name, number in self.queue.counts().items()}
-        stats |= {
-            "slab/bytes": self.slab.layout.nbytes,
-            "env_steps": int(board.env_steps.sum()),
-            "env_steps/per_worker": board.env_steps.tolist(),
+        return {
+            **summary(self.tallies),
+            **self.queue.metrics(),
+            names.SLAB_BYTES: self.slab.layout.nbytes,
+            names.ENV_STEPS: int(board.env_steps.sum()),
+            names.WORKER_ENV_STEPS: board.env_steps.tolist(),
+            names.WORKER_BUSY_S: board.busy.tolist(),
+            names.WORKER_IDLE: 1.0 - float(board.busy.mean()) / uptime,
+            names.WORKER_NO_SLOT_S: board.waiting.tolist(),
+            names.RESTARTS: self.restarts,
+            names.UPTIME_S: uptime,
         }
-        stats |= {"worker/busy_s": board.busy.tolist(), "worker/idle_share": 1.0 - float(board.busy.mean()) / uptime}
-        return stats | {"worker/waiting_for_slots_s": board.waiting.tolist(), "restarts": self.restarts, "uptime_s": uptime}
+
+    @property
+    def pids(self) -> tuple[list[int], list[int]]:
+        """The processes of the env workers, and those of the replicas."""
+        return [member.process.pid or 0 for member in self._workers], [member.process.pid or 0 for member in self._replicas]
 
     @property
     def counts(self) -> RowCounts:

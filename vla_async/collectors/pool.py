@@ -87,6 +87,9 @@ class EnvPool:
         controller: a scripted controller that acts in the workers instead of the chunk that is passed in.
         timeout_s: how long a worker may take to build its env or to answer.
 
+    Attributes:
+        busy_s: seconds from commands to their answers, summed over the workers.
+
     Raises:
         WorkerError: if a worker cannot build its env.
     """
@@ -100,7 +103,7 @@ class EnvPool:
         controller: ScriptedController | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s, self.busy_s = timeout_s, 0.0
         self._links: list[_Link] = []
         self._state = "starting"
         # a pool that nobody closed ends its workers when it is forgotten, or before Python would wait for them at exit
@@ -196,7 +199,8 @@ class EnvPool:
         """One message from each of the workers at ``positions``, in their order."""
         waiting = {self._links[position].connection: position for position in positions}
         received: dict[int, T] = {}
-        deadline = time.monotonic() + self.timeout_s
+        started = time.monotonic()
+        deadline = started + self.timeout_s
         while waiting:
             answered = first_answers(list(waiting), deadline)
             if not answered:
@@ -215,11 +219,17 @@ class EnvPool:
                     raise WorkerError(f"{link.name} failed with\n{message.error}")
                 assert isinstance(message, kind)
                 received[position] = message
+                self.busy_s += time.monotonic() - started
         return dict(sorted(received.items()))
 
     def _lost(self, link: _Link) -> WorkerError:
         how = how_it_ended(link.process, starting=self._state == "starting")
         return WorkerError(f"{link.name} (pid {link.process.pid}) {how}")
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the workers."""
+        return [link.process.pid or 0 for link in self._links]
 
     def close(self, grace_s: float = 2.0) -> None:
         """End all workers: ask, then after ``grace_s`` seconds kill. Harmless if called again."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.metric import Metric
 from vla_async.shared_memory import Field, SharedBlock, numbers
 
 _RATIO = 1.05  # of neighbouring bins, so a percentile of times is known to 5 %
@@ -86,6 +89,57 @@ def percentile(counts: NDArray[Any], share: float) -> float:
     return float(_SHORTEST_S * _RATIO ** (index - 0.5)) if index else _SHORTEST_S
 
 
+@dataclass(frozen=True)
+class Totals:
+    """What several replicas have counted in all, or from one moment to another: see :class:`Tally` for its fields.
+
+    The times in ``seconds`` are sums over the replicas; ``sizes`` is as long as that of the largest of them.
+    """
+
+    sizes: NDArray[Any]
+    waits: NDArray[Any]
+    forwards: NDArray[Any]
+    seconds: NDArray[Any]
+    queue: NDArray[Any]
+
+    @classmethod
+    def of(cls, tallies: Sequence[Tally]) -> Totals:
+        """Add up copies of what replicas have counted so far."""
+        longest = max(len(tally.sizes) for tally in tallies)
+        sizes = np.sum([np.pad(tally.sizes, (0, longest - len(tally.sizes))) for tally in tallies], axis=0)
+        rest = [[tally.waits, tally.forwards, tally.seconds, tally.queue] for tally in tallies]
+        return cls(sizes, *(np.sum(parts, axis=0) for parts in zip(*rest, strict=True)))
+
+    def __sub__(self, earlier: Totals) -> Totals:
+        return Totals(*(now - before for now, before in zip(vars(self).values(), vars(earlier).values(), strict=True)))
+
+    @property
+    def rows(self) -> int:
+        """Rows of all batches."""
+        return int((self.sizes * np.arange(len(self.sizes))).sum())
+
+    def metrics(self) -> dict[Metric, float]:
+        """The mean size of batches, and percentiles of times; NaN where nothing was counted."""
+        batches = int(self.sizes[1:].sum())  # one whose rows all stand still makes no forward pass
+        waits = zip((names.REQUEST_WAIT_P50, names.REQUEST_WAIT_P95, names.REQUEST_WAIT_P99), (0.5, 0.95, 0.99), strict=True)
+        forwards = zip((names.FORWARD_P50, names.FORWARD_P95), (0.5, 0.95), strict=True)
+        return {
+            names.BATCH_MEAN: self.rows / batches if batches else math.nan,
+            **{name: percentile(self.waits, share) for name, share in waits},
+            **{name: percentile(self.forwards, share) for name, share in forwards},
+        }
+
+    def shares(self) -> dict[Metric, float]:
+        """The share of batches of at most n rows and more than n / 2, for n = 1, 2, 4, ... up to Bmax; and Bmax."""
+        batches, limit, n = int(self.sizes[1:].sum()), len(self.sizes) - 1, 1
+        shares = {}
+        while n < 2 * limit:
+            counted = int(self.sizes[n // 2 + 1 : n + 1].sum())
+            shares[names.BATCH_SHARE.of(n)] = counted / batches if batches else math.nan
+            n *= 2
+        return shares | {names.BATCH_LIMIT: float(limit)}
+
+
 def summary(tallies: Sequence[Tally]) -> dict[str, Any]:
     """What replicas have done so far.
 
@@ -93,18 +147,13 @@ def summary(tallies: Sequence[Tally]) -> dict[str, Any]:
         ``batch_size/histogram`` (a list), ``batch_size/mean``, ``request_wait_s/p50`` and p95 and p99, ``forward_s/p50`` and
         ``forward_s/p95``, ``queue/mean_rows``, ``replica/idle_share``, ``decisions``.
     """
-    longest = max(len(tally.sizes) for tally in tallies)
-    sizes = sum(np.pad(tally.sizes, (0, longest - len(tally.sizes))) for tally in tallies)
-    waits, forwards = sum(tally.waits for tally in tallies), sum(tally.forwards for tally in tallies)
-    busy, alive = np.sum([tally.seconds for tally in tallies], axis=0).tolist()
-    queued, looks = np.sum([tally.queue for tally in tallies], axis=0).tolist()
-    rows, batches = int((sizes * np.arange(longest)).sum()), int(np.sum(sizes))
+    totals = Totals.of(tallies)
+    busy, alive = totals.seconds.tolist()
+    queued, looks = totals.queue.tolist()
     return {
-        "batch_size/histogram": np.asarray(sizes).tolist(),
-        "batch_size/mean": rows / batches if batches else math.nan,
-        **{f"request_wait_s/p{p}": percentile(np.asarray(waits), p / 100) for p in (50, 95, 99)},
-        **{f"forward_s/p{p}": percentile(np.asarray(forwards), p / 100) for p in (50, 95)},
-        "queue/mean_rows": queued / looks if looks else math.nan,
-        "replica/idle_share": 1.0 - busy / alive if alive else math.nan,
-        "decisions": rows,
+        names.BATCH_HISTOGRAM: totals.sizes.tolist(),
+        **totals.metrics(),
+        names.MEAN_QUEUED_ROWS: queued / looks if looks else math.nan,
+        names.REPLICA_IDLE: 1.0 - busy / alive if alive else math.nan,
+        names.DECISIONS: totals.rows,
     }

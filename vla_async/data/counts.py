@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.metric import Metric
+
 
 class TrajectoryCounts(ABC):
     """Counts of slots, which must add up: what was produced was consumed, dropped for a reason, or is still in flight.
@@ -29,6 +32,16 @@ class TrajectoryCounts(ABC):
         """``produced``, ``consumed``, ``in_flight``, and ``dropped/<reason>``. Any thread may ask: nothing is taken in."""
         dropped = {f"dropped/{reason}": number for reason, number in self.dropped.items()}
         return {"produced": self.produced, "consumed": self.consumed, "in_flight": self.in_flight} | dropped
+
+    def metrics(self) -> dict[Metric, int]:
+        """The same, under the names that are logged."""
+        dropped = {names.DROPPED.of(reason): number for reason, number in self.dropped.items()}
+        return {
+            names.PRODUCED: self.produced,
+            names.CONSUMED: self.consumed,
+            names.IN_FLIGHT: self.in_flight,
+            **dropped,
+        }
 
     def resume(self, counts: Mapping[str, int]) -> None:
         """Go on counting from what :meth:`counts` gave in an earlier run; what was in flight and is not now is dropped."""

@@ -7,19 +7,21 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_async import keys
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.metric import Metric
+
+
+def staleness_of(trajectories: TensorDictBase, version: int) -> Tensor:
+    """How old trajectories ``[N, T]`` are, int64 ``[N]``: the version that consumes them minus the oldest in them."""
+    versions = trajectories[keys.POLICY_VERSION].squeeze(-1)
+    valid = trajectories[keys.EXECUTED].any(-1)
+    return version - torch.where(valid, versions, version).amin(-1)
 
 
 def stamp_staleness(trajectories: TensorDictBase, version: int) -> Tensor:
-    """Write into trajectories ``[N, T]`` how old they are: the version that consumes them minus the oldest in them.
-
-    Returns:
-        int64 ``[N]``.
-    """
-    versions = trajectories[keys.POLICY_VERSION].squeeze(-1)
-    valid = trajectories[keys.EXECUTED].any(-1)
-    oldest = torch.where(valid, versions, version).amin(-1)
-    staleness = version - oldest
-    trajectories[keys.STALENESS] = staleness.reshape(-1, 1, 1).expand(*versions.shape, 1).clone()
+    """Write into trajectories ``[N, T]`` how old they are; returns that, int64 ``[N]``."""
+    staleness = staleness_of(trajectories, version)
+    trajectories[keys.STALENESS] = staleness.reshape(-1, 1, 1).expand(*trajectories.shape, 1).clone()
     return staleness
 
 
@@ -45,11 +47,13 @@ class StalenessMeter:
             )
         self.counts += torch.bincount(staleness.cpu(), minlength=len(self.counts))
 
-    def metrics(self) -> dict[str, float]:
-        """Mean, max, and the share of trajectories of each staleness."""
-        total = max(int(self.counts.sum()), 1)
-        ages = torch.arange(len(self.counts))
-        seen = ages[self.counts > 0]
-        shares = {f"staleness/share_{age}": count / total for age, count in enumerate(self.counts.tolist())}
-        mean = float((ages * self.counts).sum()) / total
-        return {"staleness/mean": mean, "staleness/max": float(seen.max()) if len(seen) else 0.0, **shares}
+    def metrics(self) -> dict[Metric, float]:
+        """Min, mean, max, and the share of trajectories of each staleness."""
+        counts = self.counts.tolist()
+        total, seen = max(sum(counts), 1), [age for age, count in enumerate(counts) if count] or [0]
+        return {
+            names.STALENESS_MIN: float(seen[0]),
+            names.STALENESS_MEAN: sum(age * count for age, count in enumerate(counts)) / total,
+            names.STALENESS_MAX: float(seen[-1]),
+            **{names.STALENESS_SHARE.of(age): count / total for age, count in enumerate(counts)},
+        }

@@ -12,8 +12,10 @@ import torch
 from tensordict import TensorDictBase
 
 from vla_async import keys
+from vla_async.collectors.board import SlotState
 from vla_async.collectors.episodes import Episode
 from vla_async.collectors.fleet import Fleet
+from vla_async.collectors.fleet_meter import FleetMeter
 from vla_async.collectors.orders import RowCounts
 from vla_async.collectors.row_env import LENGTH, RETURN, SEED, TASK
 from vla_async.collectors.slab import MASK, TRAJ_IDS, Slab, read_texts
@@ -23,6 +25,9 @@ from vla_async.data.queue import Straggler
 from vla_async.data.selection import Selection
 from vla_async.data.staleness import StalenessMeter, stamp_staleness
 from vla_async.loops.slots import SlotPlan
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.metric import Metric
+from vla_async.monitor.timeline_track import Kind
 
 if TYPE_CHECKING:
     from vla_async.trainer import AsyncTrainer
@@ -59,7 +64,7 @@ class Rollouts:
         in_flight: InFlight,
         state: dict[str, Any] | None,
     ) -> None:
-        self.fleet, self.plan, self.device = fleet, plan, trainer.fabric.device
+        self.fleet, self.plan, self.device, self.timeline = fleet, plan, trainer.fabric.device, trainer.timeline
         self.straggler, self.selection, self.in_flight = straggler, selection, in_flight
         self._set_staleness = max_staleness
         unchanged = state is not None and state["max_staleness_set"] == max_staleness
@@ -88,9 +93,9 @@ class Rollouts:
         self.version, self.env_steps, self.decisions = version, 0, 0
         self.episodes: list[Episode] = []
         self._slots: list[int] = []
-        self._staleness = StalenessMeter(self.max_staleness)
+        self._staleness, self._meter = StalenessMeter(self.max_staleness), FleetMeter(self.fleet)
         self._began, self._waited, self._arrived = time.perf_counter(), 0.0, 0.0
-        self._before, self._timing = self._busy(), dict[str, float]()
+        self._timing = dict[Metric, float]()
 
     def arrivals(self) -> Iterator[TensorDictBase]:
         """The trajectories of the update, each (or each group) as soon as it is there: TensorDicts ``[N, T]``."""
@@ -103,15 +108,23 @@ class Rollouts:
 
     def trained(self) -> None:
         """Note that the first epoch, which streams, is over."""
-        self._timing["time/last_arrival_to_step_s"] = time.perf_counter() - self._arrived
+        self._timing[names.LAST_ARRIVAL_TO_STEP_S] = time.perf_counter() - self._arrived
 
     def _take(self, count: int, earlier: int = 0) -> TensorDictBase:
         started = time.perf_counter()
-        slots = self._choose(count, earlier)
+        with self.timeline.span(Kind.WAIT):
+            slots = self._choose(count, earlier)
         self._waited += self._arrived - started
-        trajectories = read_trajectories(self.fleet.slab, slots, grouped=self.plan.grouping is not None)
-        self._account(slots, trajectories)
+        self._count_waiting()
+        with self.timeline.reading(slots):
+            trajectories = read_trajectories(self.fleet.slab, slots, grouped=self.plan.grouping is not None)
+            self._account(slots, trajectories)
         return trajectories.to(self.device, non_blocking=True)
+
+    def _count_waiting(self) -> None:
+        """Note in the timeline how many slots are finished and not taken."""
+        if self.timeline.is_on:
+            self.timeline.count("queue", waiting=int((self.fleet.board.state == SlotState.FINISHED).sum()))
 
     def _choose(self, count: int, earlier: int = 0) -> list[int]:
         """Wait for so many bundles, of which ``earlier`` were taken before; their slots, ordered by env."""
@@ -128,6 +141,7 @@ class Rollouts:
         if not slots:
             raise RuntimeError("the wait for trajectories was ended from elsewhere")
         self._arrived = time.perf_counter()
+        self._meter.look()
         slots.sort(key=self._order)
         self._slots += slots
         return slots
@@ -170,10 +184,14 @@ class Rollouts:
         """Hand the update's weights to the replicas, then its slots to the envs."""
         started = time.perf_counter()
         assert self.fleet.publisher is not None
-        self.fleet.publisher.publish(version, self._weights())
+        ages = self._staleness.metrics()
+        self.timeline.count("staleness", mean=ages[names.STALENESS_MEAN], max=ages[names.STALENESS_MAX])
+        with self.timeline.span(Kind.PUBLISH, version):
+            self.fleet.publisher.publish(version, self._weights())
+        self._count_waiting()
         self.fleet.queue.release(self._slots)
         self.fleet.queue.check_balance()
-        self._timing["time/publish_s"] = time.perf_counter() - started
+        self._timing[names.PUBLISH_S] = time.perf_counter() - started
 
     def _weights(self) -> Any:
         """What to publish; None for the policy that the fleet was given."""
@@ -198,28 +216,20 @@ class Rollouts:
         self.fleet.queue.withhold((self.max_staleness - max_staleness) * self.plan.slots)
         self.max_staleness = max_staleness
 
-    def _busy(self) -> tuple[float, float]:
-        """Seconds that all workers, and all replicas, have been busy."""
-        return float(self.fleet.board.busy.sum()), float(sum(tally.seconds[0] for tally in self.fleet.tallies))
-
-    def metrics(self) -> dict[str, float]:
-        """What to log of the update."""
-        fleet, took = self.fleet, time.perf_counter() - self._began
-        workers, replicas = (now - before for now, before in zip(self._busy(), self._before, strict=True))
-        queue = {f"queue/{name}": float(number) for name, number in fleet.queue.counts().items()}
+    def metrics(self, samples: float) -> dict[Metric, float]:
+        """What to log of the update, in which so many decisions were trained on, counted in each epoch."""
+        took = time.perf_counter() - self._began
         return {
             **self._staleness.metrics(),
+            **self._meter.metrics(took),
             **self._timing,
-            **queue,
-            "queue/cut": float(fleet.queue.cut),
-            "staleness/bound": float(self.max_staleness),
-            "time/update_s": took,
-            "time/wait_s": self._waited,
-            "time/env_steps_per_s": self.env_steps / took,
-            "trainer/idle_share": self._waited / took,
-            "worker/idle_share": 1.0 - workers / (took * len(fleet.board.busy)),
-            "replica/idle_share": 1.0 - replicas / (took * len(fleet.tallies)),
-            "worker/restarts": float(fleet.restarts),
+            names.STALENESS_BOUND: float(self.max_staleness),
+            names.UPDATE_S: took,
+            names.WAIT_S: self._waited,
+            names.ENV_STEPS_PER_S: self.env_steps / took,
+            names.DECISIONS_PER_S: self.decisions / took,
+            names.SAMPLES_PER_S: samples / took,
+            names.TRAINER_IDLE: self._waited / took,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from vla_async.data.demonstrations import Demonstrations
 from vla_async.envs.base import EnvSpec
 from vla_async.loops.base import Loop
+from vla_async.monitor import metric_table as names
 from vla_async.monitor.metrics import Meter
 from vla_async.rng import fold
 
@@ -99,8 +100,9 @@ class SFTLoop(Loop):
                 trainer.fabric.backward(output.loss, num_samples=output.num_samples)
                 meter.add(output.metrics)
             with trainer.interrupts.critical():
-                trainer.optimizer_step(self.max_grad_norm)
+                norm = trainer.optimizer_step(self.max_grad_norm)
                 counters.step += 1
+            meter.add({names.GRAD_NORM: (torch.tensor(norm), 1.0)})
             if counters.step % self.log_every_n_steps == 0 or counters.step == self.max_steps:
                 trainer.state.gather()
                 means = ranks.merged(meter).means()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tensordict import TensorDictBase
 
+from vla_async.collectors.episodes import rollout_metrics
 from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.orders import FleetSettings
 from vla_async.collectors.shards import check_counts, make_shards
@@ -33,8 +34,9 @@ from vla_async.loops.dealt import DealtRollouts
 from vla_async.loops.following import ReceivedRollouts, follow
 from vla_async.loops.rollouts import Rollouts, completed
 from vla_async.loops.slots import SlotPlan
-from vla_async.loops.sync import SyncFitLoop, check_same_loop, rollout_metrics
+from vla_async.loops.sync import SAMPLES, SyncFitLoop, check_same_loop
 from vla_async.monitor.metrics import Meter
+from vla_async.monitor.timeline_track import Kind
 from vla_async.placement import Placement
 from vla_async.rng import fold
 
@@ -167,7 +169,7 @@ class StreamingFitLoop(SyncFitLoop):
         settings = FleetSettings(seed=trainer.seed, autocast=autocast_dtype(trainer.precision), **own)
         grouping = self.plan(trainer).grouping
         shards, _ = make_shards(trainer.env, self.envs_per_worker, self.num_stages, grouping)
-        self._fleet = Fleet(shards, settings)
+        self._fleet = Fleet(shards, settings, trainer.timeline)
         ready = self._fleet.open()
         assert ready.env_spec is not None
         trainer.ranks.tell("spec", ready.env_spec)
@@ -190,7 +192,8 @@ class StreamingFitLoop(SyncFitLoop):
         trainer.state.complete = self._completed
         try:
             while not trainer.should_stop:
-                self._step_update(trainer, rollouts)
+                with trainer.timeline.step(trainer.state.counters.step + 1):
+                    self._step_update(trainer, rollouts)
             trainer.ranks.tell("stop")
         finally:
             print(rollouts.report())
@@ -199,7 +202,7 @@ class StreamingFitLoop(SyncFitLoop):
         """One update, from its first trajectory to free slots."""
         rollouts.begin(trainer.state.counters.step)
         meter = self.train_on(trainer, rollouts)
-        metrics = trainer.objective.summarize(meter.means()) | rollout_metrics(rollouts.episodes)
+        metrics = trainer.objective.summarize(meter.means()) | rollout_metrics(rollouts.episodes, trainer.env)
         with trainer.interrupts.critical():
             trainer.objective.end_update()
             counters = trainer.state.counters
@@ -207,7 +210,7 @@ class StreamingFitLoop(SyncFitLoop):
             counters.episodes += len(rollouts.episodes)
         rollouts.publish(trainer.state.counters.step)
         trainer.state.loop = {"rollouts": rollouts.state_dict(), "shuffle": self._shuffle.get_state()}
-        trainer.end_step(metrics | rollouts.metrics())
+        trainer.end_step(metrics | rollouts.metrics(meter.total(SAMPLES)))
 
     def train_on(self, trainer: AsyncTrainer, rollouts: Rollouts | ReceivedRollouts) -> Meter:
         """All passes over this rank's part of the global batch."""
@@ -238,10 +241,11 @@ class StreamingFitLoop(SyncFitLoop):
     def _prepared(self, trainer: AsyncTrainer, trajectories: TensorDictBase) -> TensorDictBase:
         """Trajectories ``[N, T]`` with advantages."""
         needs = trainer.objective.needs_proximal
-        if needs == "prepare" or (needs == "later_steps" and not self._streams(trainer)):
-            with trainer.fabric.autocast():
-                trainer.objective.recompute(trainer.policy, trajectories, self.micro_batch_size)
-        return trainer.objective.prepare(trajectories)
+        with trainer.timeline.span(Kind.PREPARE, len(trajectories)):
+            if needs == "prepare" or (needs == "later_steps" and not self._streams(trainer)):
+                with trainer.fabric.autocast():
+                    trainer.objective.recompute(trainer.policy, trajectories, self.micro_batch_size)
+            return trainer.objective.prepare(trajectories)
 
     def _stream(self, trainer: AsyncTrainer, rollouts: Rollouts | ReceivedRollouts, meter: Meter) -> None:
         """The first epoch on what arrives, the others on what it kept."""

@@ -11,6 +11,7 @@ The baseline in one picture::
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -20,18 +21,25 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_async import keys
-from vla_async.collectors.episodes import Episode
+from vla_async.collectors.episodes import rollout_metrics
 from vla_async.collectors.lockstep import LockstepCollector
 from vla_async.collectors.pool import EnvPool
+from vla_async.data.staleness import StalenessMeter, staleness_of
 from vla_async.data.streamer import valid_decisions
 from vla_async.envs.base import EnvSpec
 from vla_async.loops.base import Loop
-from vla_async.monitor.metrics import Meter, mean
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.metric import Metric
+from vla_async.monitor.metrics import Meter
+from vla_async.monitor.process_memory import own_mib
+from vla_async.monitor.timeline_track import Kind
 from vla_async.rng import fold
 from vla_async.strategies.size_weighted import SizeWeighted
 
 if TYPE_CHECKING:
     from vla_async.trainer import AsyncTrainer
+
+_VALID, SAMPLES = "valid elements", "samples"  # of micro-batches: counted, and not logged themselves
 
 
 class SyncFitLoop(Loop):
@@ -130,44 +138,80 @@ class SyncFitLoop(Loop):
         assert self._pool is not None
         autocast = trainer.fabric.autocast
         collector = LockstepCollector(
-            self._pool, trainer.policy, decisions_per_env=self.decisions_per_env, seed=trainer.seed, autocast=autocast
+            self._pool,
+            trainer.policy,
+            decisions_per_env=self.decisions_per_env,
+            seed=trainer.seed,
+            autocast=autocast,
+            timeline=trainer.timeline,
         )
         if state := trainer.state.loop:
             check_same_loop(state, "collector", self)
             collector.load_state_dict(state["collector"])
             self._shuffle.set_state(state["shuffle"])
         while not trainer.should_stop:
-            started = time.perf_counter()
-            trainer.policy.eval()
-            batch = collector.collect(policy_version=trainer.state.counters.step)
-            collected = time.perf_counter()
-            trainer.policy.train()
-            meter = self._update(trainer, batch)
-            trained = time.perf_counter()
-            finished = collector.take_finished()
-            env_steps = int(batch.get(keys.EXECUTED).sum())
-            metrics = trainer.objective.summarize(meter.means()) | rollout_metrics(finished)
-            metrics |= {
-                "time/rollout_s": collected - started,
-                "time/train_s": trained - collected,
-                "time/env_steps_per_s": env_steps / (trained - started),
-                "staleness/max": float(trainer.state.counters.step - int(batch.get(keys.POLICY_VERSION).min())),
-            }
-            with trainer.interrupts.critical():
-                trainer.objective.end_update()
-                counters = trainer.state.counters
-                counters.step, counters.env_steps = counters.step + 1, counters.env_steps + env_steps
-                counters.episodes += len(finished)
-                trainer.state.loop = {"collector": collector.state_dict(), "shuffle": self._shuffle.get_state()}
-            trainer.end_step(metrics)
+            with trainer.timeline.step(trainer.state.counters.step + 1):
+                self._step_in_turn(trainer, collector)
+
+    def _step_in_turn(self, trainer: AsyncTrainer, collector: LockstepCollector) -> None:
+        """One update: a rollout, then the training on it."""
+        version, pool = trainer.state.counters.step, collector.pool
+        started, busy = time.perf_counter(), pool.busy_s
+        trainer.policy.eval()
+        with trainer.timeline.span(Kind.ROLLOUT, version):
+            batch = collector.collect(policy_version=version)
+        collected = time.perf_counter()
+        trainer.policy.train()
+        meter = self._update(trainer, batch)
+        trained = time.perf_counter()
+        finished = collector.take_finished()
+        env_steps = int(batch.get(keys.EXECUTED).sum())
+        metrics = trainer.objective.summarize(meter.means()) | rollout_metrics(finished, trainer.env)
+        metrics |= self._ages(batch, version)
+        metrics |= self._paces(batch, meter.total(SAMPLES), collected - started, trained - collected, busy)
+        with trainer.interrupts.critical():
+            trainer.objective.end_update()
+            counters = trainer.state.counters
+            counters.step, counters.env_steps = counters.step + 1, counters.env_steps + env_steps
+            counters.episodes += len(finished)
+            trainer.state.loop = {"collector": collector.state_dict(), "shuffle": self._shuffle.get_state()}
+        trainer.end_step(metrics)
+
+    def _ages(self, batch: TensorDictBase, version: int) -> dict[Metric, float]:
+        """That nothing was stale."""
+        meter = StalenessMeter(max_staleness=0)
+        meter.add(staleness_of(batch, version))
+        return meter.metrics() | {names.STALENESS_BOUND: 0.0}
+
+    def _paces(
+        self, batch: TensorDictBase, samples: float, rollout_s: float, train_s: float, busy_s: float
+    ) -> dict[Metric, float]:
+        """How fast an update was, and what memory it took; ``busy_s`` is what the pool had counted before it."""
+        assert self._pool is not None
+        executed, took = batch[keys.EXECUTED], rollout_s + train_s
+        workers = took * len(self._pool.pids)
+        return {
+            names.ROLLOUT_S: rollout_s,
+            names.TRAIN_S: train_s,
+            names.UPDATE_S: took,
+            names.WAIT_S: rollout_s,
+            names.ENV_STEPS_PER_S: int(executed.sum()) / took,
+            names.DECISIONS_PER_S: int(executed.any(-1).sum()) / took,
+            names.SAMPLES_PER_S: samples / took,
+            names.TRAINER_IDLE: rollout_s / took,
+            names.WORKER_IDLE: 1.0 - (self._pool.busy_s - busy_s) / workers,
+            names.TRAINER_MIB: own_mib([os.getpid()]),
+            names.WORKERS_MIB: own_mib(self._pool.pids),
+        }
 
     def _update(self, trainer: AsyncTrainer, batch: TensorDictBase) -> Meter:
         """One update: ``update_epochs`` passes, unless the objective ends it early."""
         objective = trainer.objective
-        if objective.needs_proximal != "never":
-            with trainer.fabric.autocast():
-                objective.recompute(trainer.policy, batch, self.micro_batch_size)
-        objective.prepare(batch)
+        with trainer.timeline.span(Kind.PREPARE, len(batch)):
+            if objective.needs_proximal != "never":
+                with trainer.fabric.autocast():
+                    objective.recompute(trainer.policy, batch, self.micro_batch_size)
+            objective.prepare(batch)
         meter = Meter()
         self._epochs(trainer, valid_decisions(batch), self.update_epochs, meter)
         return meter
@@ -197,22 +241,25 @@ class SyncFitLoop(Loop):
 
     def _backward(self, trainer: AsyncTrainer, micro: TensorDictBase, part: Meter) -> TensorDictBase:
         """Back-propagate the sum over a micro-batch; returns it with what it must hold when it is trained on again."""
-        with trainer.fabric.autocast():
-            output = trainer.module.training_step(micro)
-        trainer.fabric.backward(output.loss, num_samples=output.num_samples)
-        part.add(output.metrics | {"train/valid": (torch.tensor(float(output.num_samples)), 1.0)})
+        with trainer.timeline.span(Kind.MICRO_BATCH, len(micro)):
+            with trainer.fabric.autocast():
+                output = trainer.module.training_step(micro)
+            trainer.fabric.backward(output.loss, num_samples=output.num_samples)
+        part.add(output.metrics)
+        part.add({_VALID: (torch.tensor(float(output.num_samples)), 0.0), SAMPLES: (torch.tensor(float(len(micro))), 0.0)})
         return micro.update(dict(output.kept))
 
     def _end_mini_batch(self, trainer: AsyncTrainer, part: Meter, meter: Meter) -> bool:
         """One optimizer step, for which the strategy divides once; returns whether the objective ends the update."""
         part = trainer.ranks.merged(part)
-        if float(part.sums.pop("train/valid", 0.0)) == 0.0:  # nothing to learn from, for example groups without a difference
+        if part.total(_VALID) == 0.0:  # nothing to learn from, for example groups without a difference
             trainer.optimizer.zero_grad()
             cast(SizeWeighted, trainer.fabric.strategy).reset()
             return False
-        part.counts.pop("train/valid")
-        trainer.optimizer_step(self.max_grad_norm)
+        with trainer.timeline.span(Kind.OPTIMIZER):
+            norm = trainer.optimizer_step(self.max_grad_norm)
         meter.merge(part)
+        meter.add({names.GRAD_NORM: (torch.tensor(norm), 1.0)})
         return trainer.objective.ends_update(part.means())
 
     def close(self) -> None:
@@ -233,16 +280,3 @@ def check_same_loop(state: Mapping[str, Any], part: str, loop: Loop) -> None:
             f"the checkpoint is of a run with another fit_loop than {type(loop).__name__}; resume it with that one, or "
             "start a new run from its weights with trainer.init_from"
         )
-
-
-def rollout_metrics(episodes: list[Episode]) -> dict[str, float]:
-    """What the finished training episodes say; nothing if none finished."""
-    if not episodes:
-        return {}
-    return {
-        "rollout/episodes": float(len(episodes)),
-        "rollout/success_once": mean(episode.success_once for episode in episodes),
-        "rollout/success_at_end": mean(episode.success_at_end for episode in episodes),
-        "rollout/return": mean(episode.episode_return for episode in episodes),
-        "rollout/episode_env_steps": mean(episode.env_steps for episode in episodes),
-    }

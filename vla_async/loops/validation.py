@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
 from vla_async.loops.evaluation_process import EvaluationProcess, Snapshot, version_of
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.timeline_track import Kind
 from vla_async.rng import Split
-from vla_async.state import write_checkpoint
+from vla_async.state import Counters, write_checkpoint
 
 if TYPE_CHECKING:
     from vla_async.trainer import AsyncTrainer
@@ -39,7 +41,7 @@ class Validation:
         """A step has ended, and is about to be logged; returns what is to be logged with it."""
         if not is_due(trainer):
             return {}
-        with trainer.untimed():
+        with trainer.untimed(), trainer.timeline.span(Kind.VALIDATE, trainer.state.counters.step):
             return evaluate_in_turn(trainer, "validate").metrics()
 
     def step_ended(self, trainer: AsyncTrainer) -> None:
@@ -150,10 +152,9 @@ class BesideTraining(Validation):
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             self._hand_over(waiting)
-        counters = self._told["counters"]
-        result.env_steps = counters["env_steps"]
-        metrics = {**result.metrics(), "validate/skipped": float(self._skipped)}
-        metrics |= {name: counters[name] for name in ("env_steps", "episodes", "elapsed_s")}
+        counters = Counters(**self._told["counters"])
+        result.env_steps = counters.env_steps
+        metrics = {**result.metrics(), names.SKIPPED: float(self._skipped), **counters.axes}
         trainer.fabric.log_dict(metrics, step=result.policy_version)
         tell(trainer, result)
         self._told = None

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vla_async.monitor import metric_table as names
+
 if TYPE_CHECKING:
     from vla_async.monitor.report import Table
 
@@ -48,28 +50,29 @@ def read_figures(metrics: Path, skip: int) -> Figures:
     """What a run's ``metrics.csv`` says of the updates after the first ``skip``."""
     with metrics.open() as file:
         lines = [{name: float(value) for name, value in line.items() if value} for line in csv.DictReader(file)]
-    updates = [line for line in lines if "time/env_steps_per_s" in line]
+    updates = [line for line in lines if names.ENV_STEPS_PER_S in line]
     first, last, kept = updates[skip - 1], updates[-1], updates[skip:]
-    elapsed = last["elapsed_s"] - first["elapsed_s"]
+    elapsed = last[names.ELAPSED_S] - first[names.ELAPSED_S]
+    success = names.SUCCESS_ONCE.of("validate")
 
     def values(name: str) -> list[float]:
         return [line.get(name, math.nan) for line in kept]
 
     def share(name: str) -> float:  # of the time, so that a long update counts for more
-        times = values("time/update_s")
+        times = values(names.UPDATE_S)
         return sum(part * time for part, time in zip(values(name), times, strict=True)) / sum(times)
 
     return Figures(
-        env_steps_per_s=(last["env_steps"] - first["env_steps"]) / elapsed,
+        env_steps_per_s=(last[names.ENV_STEPS] - first[names.ENV_STEPS]) / elapsed,
         update_s=elapsed / len(kept),
-        wait_s=statistics.mean(values("time/wait_s")),
-        last_arrival_to_step_s=statistics.median(values("time/last_arrival_to_step_s")),
-        worker_idle=share("worker/idle_share"),
-        replica_idle=share("replica/idle_share"),
-        trainer_idle=share("trainer/idle_share"),
-        staleness_mean=statistics.mean(values("staleness/mean")),
-        staleness_max=max(values("staleness/max")),
-        success=[math.nan, *(line["validate/success_once"] for line in lines if "validate/success_once" in line)][-1],
+        wait_s=statistics.mean(values(names.WAIT_S)),
+        last_arrival_to_step_s=statistics.median(values(names.LAST_ARRIVAL_TO_STEP_S)),
+        worker_idle=share(names.WORKER_IDLE),
+        replica_idle=share(names.REPLICA_IDLE),
+        trainer_idle=share(names.TRAINER_IDLE),
+        staleness_mean=statistics.mean(values(names.STALENESS_MEAN)),
+        staleness_max=max(values(names.STALENESS_MAX)),
+        success=[math.nan, *(line[success] for line in lines if success in line)][-1],
     )
 
 

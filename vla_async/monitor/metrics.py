@@ -76,6 +76,10 @@ class Meter:
         """Add what another meter has counted."""
         self.add({name: (other.sums[name], other.counts[name]) for name in other.sums})
 
+    def total(self, name: str) -> float:
+        """The sum of one metric."""
+        return float(self.sums.get(name, 0.0))
+
     def means(self) -> dict[str, float]:
         """Name to sum / count; a metric that counted nothing is left out."""
         counts = {name: float(count) for name, count in self.counts.items()}

@@ -12,6 +12,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_async import keys
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.metric import Family
 from vla_async.objectives import losses
 from vla_async.objectives.base import Objective, ProximalNeed, StepOutput
 
@@ -23,14 +25,14 @@ class PolicyTerms(NamedTuple):
         loss: scalar, the clipped loss minus the entropy bonus, summed over the valid elements.
         mask: bool, which elements of the level are valid.
         num_samples: how many there are.
-        metrics: name to (sum, count).
+        metrics: family of names to (sum, count).
         kept: what later steps of the update need, see ``StepOutput.kept``.
     """
 
     loss: Tensor
     mask: Tensor
     num_samples: int
-    metrics: dict[str, tuple[Tensor, float]]
+    metrics: dict[Family, tuple[Tensor, float]]
     kept: dict[str, Tensor]
 
 
@@ -125,37 +127,38 @@ class ClippedObjective(Objective):
         entropy = (losses.reduce_to_level(out[keys.ENTROPY], executed, self.level) * adds).sum()
         count = float(mask.sum())
         with torch.no_grad():
-            sums = {"policy_loss": policy_loss, "entropy": entropy, "advantage": (advantage * mask).sum()}
-            sums |= {"approx_kl": losses.approx_kl(log_ratio).sum(), "log_ratio": log_ratio.abs().sum()}
-            sums["clip_fraction"] = (losses.is_clipped(log_ratio, advantage, *clip) & mask).sum()
-            metrics: dict[str, tuple[Tensor, float]] = {name: (total.detach(), count) for name, total in sums.items()}
+            sums = {names.POLICY_LOSS: policy_loss, names.ENTROPY: entropy, names.ADVANTAGE: (advantage * mask).sum()}
+            sums |= {names.APPROX_KL: losses.approx_kl(log_ratio).sum(), names.LOG_RATIO: log_ratio.abs().sum()}
+            sums[names.RATIO] = (losses.probability_ratio(log_ratio) * mask).sum()
+            sums[names.CLIP_FRACTION] = (losses.is_clipped(log_ratio, advantage, *clip) & mask).sum()
+            metrics = {name: (total.detach(), count) for name, total in sums.items()}
             metrics |= self._age_metrics(age, mask, count)
         kept = {} if self.needs_proximal == "never" or proximal is None else {keys.PROXIMAL_LOG_PROB: proximal}
         return PolicyTerms(policy_loss - self.entropy_coef * entropy, mask, int(count), metrics, kept)
 
-    def _age_metrics(self, age: Tensor | None, mask: Tensor, count: float) -> dict[str, tuple[Tensor, float]]:
+    def _age_metrics(self, age: Tensor | None, mask: Tensor, count: float) -> dict[Family, tuple[Tensor, float]]:
         """How far the proximal policy is from the behaviour policy; the count is 0 where that is unknown."""
         if age is None:
-            return {"log_prob_gap": (torch.zeros((), device=mask.device), 0.0)}
-        metrics = {"log_prob_gap": (age.abs().sum(), count)}
+            return {names.LOG_PROB_GAP: (torch.zeros((), device=mask.device), 0.0)}
+        metrics = {names.LOG_PROB_GAP: (age.abs().sum(), count)}
         if self.correction != "none":
             limit = math.log(self.importance_cap)
-            metrics["importance_weight"] = ((age.clamp(max=limit).exp() * mask).sum(), count)
-            metrics["capped_fraction"] = ((age > limit).sum(), count)
+            metrics[names.IMPORTANCE_WEIGHT] = ((age.clamp(max=limit).exp() * mask).sum(), count)
+            metrics[names.CAPPED_FRACTION] = ((age > limit).sum(), count)
         return metrics
 
     def _output(
-        self, loss: Tensor, terms: PolicyTerms, sums: Mapping[str, Tensor], kept: Mapping[str, Tensor] | None = None
+        self, loss: Tensor, terms: PolicyTerms, sums: Mapping[Family, Tensor], kept: Mapping[str, Tensor] | None = None
     ) -> StepOutput:
         """What a micro-batch gives back: its terms, and more sums over the valid elements and tensors to keep."""
         more = {name: (total.detach(), float(terms.num_samples)) for name, total in sums.items()}
-        metrics = {f"{self.prefix}/{name}": value for name, value in (terms.metrics | more).items()}
+        metrics = {name.of(self.prefix): value for name, value in (terms.metrics | more).items()}
         return StepOutput(loss, terms.num_samples, metrics, terms.kept | dict(kept or {}))
 
     def ends_update(self, means: Mapping[str, float]) -> bool:
         """Whether the policy has moved further than ``target_kl`` from the one that the clip is centred on."""
         self.stepped = True
-        return self.target_kl is not None and means[f"{self.prefix}/approx_kl"] > self.target_kl
+        return self.target_kl is not None and means[names.APPROX_KL.of(self.prefix)] > self.target_kl
 
     def end_update(self) -> None:
         """The next micro-batch sees the proximal policy of a new update."""

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_async import keys
+from vla_async.monitor import metric_table as names
 from vla_async.objectives import losses
 from vla_async.objectives.advantages import check_trajectories, group_advantages
 from vla_async.objectives.base import StepOutput
@@ -105,14 +106,14 @@ class GRPO(ClippedObjective):
         return trajectories
 
     def _check_groups(self, group: Tensor) -> None:
-        names, sizes = (x.tolist() for x in group.unique(return_counts=True))
-        for name, size in zip(names, sizes, strict=True):
+        ids, sizes = (x.tolist() for x in group.unique(return_counts=True))
+        for name, size in zip(ids, sizes, strict=True):
             if size > self.group_size:
                 raise ValueError(f"group {name} has {size} trajectories, but objective.group_size={self.group_size}")
-        again = self.seen & set(names)
+        again = self.seen & set(ids)
         if again:
             raise ValueError(f"group {min(again)} arrived in parts; hand it over whole, for its mean is the baseline")
-        self.seen |= set(names)
+        self.seen |= set(ids)
 
     def _outcomes(self, trajectories: TensorDictBase, valid: Tensor, done: Tensor) -> Tensor:
         """The outcome ``[N]`` of each row, whatever padding holds."""
@@ -145,13 +146,13 @@ class GRPO(ClippedObjective):
         executed = batch[keys.EXECUTED] & batch[keys.LOSS_MASK]
         terms = self._policy_terms(out, batch, executed)
         if self.kl_coef == 0.0:
-            return self._output(terms.loss, terms, {"loss": terms.loss})
+            return self._output(terms.loss, terms, {names.LOSS: terms.loss})
         reference = self._reference_log_prob(policy, batch)
         # masked before the exponential: the gradient of a masked NaN would be NaN
         away = losses.reduce_to_level(reference - out[keys.LOG_PROB], executed, "token")
         kl = losses.approx_kl(away).sum()
         loss = terms.loss + self.kl_coef * kl
-        return self._output(loss, terms, {"loss": loss, "reference_kl": kl}, {keys.REFERENCE_LOG_PROB: reference})
+        return self._output(loss, terms, {names.LOSS: loss, names.REFERENCE_KL: kl}, {keys.REFERENCE_LOG_PROB: reference})
 
     def _reference_log_prob(self, policy: VLAPolicy, batch: TensorDictBase) -> Tensor:
         """What the batch holds, or what the policy thought when this was first called, before the run's first step."""
@@ -164,13 +165,13 @@ class GRPO(ClippedObjective):
 
     def summarize(self, means: Mapping[str, float]) -> dict[str, float]:
         """Add the groups of this update, how many of them had equal outcomes, and the episodes that were left out."""
-        counts = {"groups": 0.0, "equal_groups": 0.0, "trajectories": 0.0, "kept_trajectories": 0.0} | self.counts
-        kept, total = counts.pop("kept_trajectories"), counts.pop("trajectories")
-        outcome = counts.pop("outcome", 0.0)
-        counts |= {"unfinished_trajectories": total - kept}
+        counts = dict.fromkeys(("groups", "equal_groups", "trajectories", "kept_trajectories"), 0.0) | self.counts
+        kept = counts["kept_trajectories"]
+        news = {names.GROUPS: counts["groups"], names.EQUAL_GROUPS: counts["equal_groups"]}
+        news[names.UNFINISHED] = counts["trajectories"] - kept
         if kept:
-            counts["outcome"] = outcome / kept
-        return dict(means) | {f"grpo/{name}": value for name, value in counts.items()}
+            news[names.OUTCOME] = counts["outcome"] / kept
+        return dict(means) | {name.of(self.prefix): value for name, value in news.items()}
 
     def begin_run(self, policy: VLAPolicy) -> None:
         """Copy the reference policy, if there is to be one."""

@@ -58,18 +58,23 @@ def clipped_surrogate(
         dual_clip: the largest ratio that counts where the advantage is negative (Ye et al., arXiv 1912.09729): without it
             the loss has no bound there. None for no such bound.
     """
-    ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    ratio = probability_ratio(log_ratio)
     loss = -torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage)
     if dual_clip is None:
         return loss
     return torch.where(advantage < 0, torch.minimum(loss, -dual_clip * advantage), loss)
 
 
+def probability_ratio(log_ratio: Tensor) -> Tensor:
+    """The ratio per element, from its logarithm limited to ``LOG_RATIO_LIMIT``."""
+    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
 def is_clipped(
     log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
     """Bool per element: a clip of :func:`clipped_surrogate` took its gradient away."""
-    ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    ratio = probability_ratio(log_ratio)
     far_down = (ratio < 1.0 - clip_low) | (ratio > dual_clip) if dual_clip is not None else ratio < 1.0 - clip_low
     return ((advantage > 0) & (ratio > 1.0 + clip_high)) | ((advantage < 0) & far_down)
 

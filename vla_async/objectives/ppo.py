@@ -11,6 +11,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_async import keys
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.metric import Family
 from vla_async.objectives import losses
 from vla_async.objectives.advantages import AdvantageNormalizer, GammaPer, gae, vtrace
 from vla_async.objectives.base import StepOutput
@@ -19,7 +21,13 @@ from vla_async.objectives.clipped import ClippedObjective
 if TYPE_CHECKING:
     from vla_async.policies.base import VLAPolicy
 
-_MOMENTS = ("error", "squared_error", "value_target", "squared_value_target")
+_INTERNAL = ("", "mean over valid loss elements", "What the explained variance is made of, and not logged itself.")
+_MOMENTS = (  # of what the explained variance is made of
+    Family("<objective>/error", *_INTERNAL),
+    Family("<objective>/squared_error", *_INTERNAL),
+    names.VALUE_TARGET,
+    Family("<objective>/squared_value_target", *_INTERNAL),
+)
 
 
 @dataclass(kw_only=True)
@@ -136,7 +144,7 @@ class PPO(ClippedObjective):
             error = target - old_value
             moments = zip(_MOMENTS, (error, error**2, target, target**2), strict=True)
             sums = {name: (moment * weight).sum() for name, moment in moments}
-        return self._output(loss, terms, sums | {"loss": loss, "value_loss": value_loss})
+        return self._output(loss, terms, sums | {names.LOSS: loss, names.VALUE_LOSS: value_loss})
 
     def _valued_well(self, batch: TensorDictBase) -> Tensor | None:
         """Bool ``[B]``: whether the critic was trained enough when it valued a decision; None without a warm-up."""
@@ -148,10 +156,11 @@ class PPO(ClippedObjective):
 
     def summarize(self, means: Mapping[str, float]) -> dict[str, float]:
         """Replace the moments of the value error by the explained variance of the values used in the rollout."""
-        moments = [means[f"ppo/{name}"] for name in _MOMENTS]
-        dropped = {f"ppo/{name}" for name in _MOMENTS} - {"ppo/value_target"}
+        moments = [name.of(self.prefix) for name in _MOMENTS]
+        dropped = {*moments} - {names.VALUE_TARGET.of(self.prefix)}
         rest = {name: value for name, value in means.items() if name not in dropped}
-        return rest | {"ppo/explained_variance": losses.explained_variance(*moments)}
+        variance = losses.explained_variance(*(means[name] for name in moments))
+        return rest | {names.EXPLAINED_VARIANCE.of(self.prefix): variance}
 
     def sums(self) -> dict[str, float]:
         """What the advantage statistics of the next update are made of."""

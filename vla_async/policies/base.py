@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vla_async import keys
 from vla_async.envs.base import EnvFactory, EnvSpec
+from vla_async.monitor.metric_table import SFT_NLL
 from vla_async.objectives.base import Objective, StepOutput
 
 __all__ = ["StepOutput", "VLAPolicy"]
@@ -116,7 +117,7 @@ class VLAPolicy(LightningModule):
         log_prob = self.evaluate(batch)[keys.LOG_PROB] * valid.unsqueeze(-1)
         count = int(valid.sum()) * log_prob.shape[-1]
         loss = -log_prob.sum()
-        return StepOutput(loss, count, {"sft/nll": (loss.detach(), count)})
+        return StepOutput(loss, count, {SFT_NLL: (loss.detach(), count)})
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the env spec: the modules are built from it."""

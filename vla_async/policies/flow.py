@@ -14,6 +14,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_async import keys
 from vla_async.envs.base import EnvSpec
+from vla_async.monitor.metric_table import SFT_FLOW_MATCHING
 from vla_async.objectives.base import Objective, StepOutput
 from vla_async.policies.base import VLAPolicy
 from vla_async.policies.flow_exploration import Exploration, Field, FlowNoise, FlowODE, FlowSDE, FlowShape
@@ -251,7 +252,7 @@ class FlowMatchingPolicy(VLAPolicy):
         valid = ~batch[keys.ACTION_IS_PAD].unsqueeze(-1)
         count = int(valid.sum()) * shape.model_dim
         loss = torch.where(valid, error, 0.0).sum()
-        return StepOutput(loss, count, {"sft/flow_matching": (loss.detach(), float(count))})
+        return StepOutput(loss, count, {SFT_FLOW_MATCHING: (loss.detach(), float(count))})
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW of what is not frozen, with the model and the critic in groups of their own."""

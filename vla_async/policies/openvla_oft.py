@@ -13,6 +13,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_async import keys
 from vla_async.envs.base import EnvFactory, EnvSpec
+from vla_async.monitor.metric_table import SFT_NLL
 from vla_async.objectives.base import Objective, StepOutput
 from vla_async.policies.action_bins import ActionBins, Gripper, of_bins, sample_bins
 from vla_async.policies.adapters import LoRA, choose_trained
@@ -113,8 +114,7 @@ class OpenVLAOFTPolicy(VLAPolicy):
 
     def check_env(self, env: EnvFactory) -> None:
         """Refuse envs that show no camera, or no state where it is asked for, before any is built."""
-        names = env.observation_names
-        if names is not None:
+        if (names := env.observation_names) is not None:
             self._check_sight("state" in names, bool(names - {"state"}))
 
     def _check_sight(self, has_state: bool, has_camera: bool) -> None:
@@ -255,7 +255,7 @@ class OpenVLAOFTPolicy(VLAPolicy):
         valid = ~batch[keys.ACTION_IS_PAD].unsqueeze(-1)
         count = int(valid.sum()) * nll.shape[-1]
         loss = torch.where(valid, nll, 0.0).sum()
-        return StepOutput(loss, count, {"sft/nll": (loss.detach(), float(count))})
+        return StepOutput(loss, count, {SFT_NLL: (loss.detach(), float(count))})
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW of what is not frozen, with the model and the critic in groups of their own."""

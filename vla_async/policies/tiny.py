@@ -12,6 +12,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_async import keys
 from vla_async.envs.base import EnvFactory, EnvSpec
+from vla_async.monitor.metric_table import SFT_NLL, SFT_SQUARED_ERROR
 from vla_async.objectives.base import Objective, StepOutput
 from vla_async.policies.base import VLAPolicy
 from vla_async.policies.encoders import ObservationEncoder, hash_words, mlp
@@ -200,9 +201,9 @@ class TinyVLAPolicy(VLAPolicy):
         outputs = self._act_outputs(*self._see(batch))
         chunk, valid = batch[keys.CHUNK], ~batch[keys.ACTION_IS_PAD].unsqueeze(-1)
         if isinstance(self.head, GaussianHead):
-            name, error = "sft/squared_error", self.head.squared_error(outputs, chunk)
+            name, error = SFT_SQUARED_ERROR, self.head.squared_error(outputs, chunk)
         else:
-            name, error = "sft/nll", -self.head.log_prob(outputs, chunk)
+            name, error = SFT_NLL, -self.head.log_prob(outputs, chunk)
         count = int(valid.sum()) * chunk.shape[-1]
         loss = torch.where(valid, error, 0.0).sum()
         return StepOutput(loss, count, {name: (loss.detach(), float(count))})

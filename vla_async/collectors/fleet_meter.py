@@ -1,0 +1,69 @@
+"""``FleetMeter``: what the processes of a fleet do in an update."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from vla_async.collectors.board import SlotState
+from vla_async.collectors.fleet import Fleet
+from vla_async.collectors.tally import Totals
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.metric import Metric
+from vla_async.monitor.metrics import mean
+from vla_async.monitor.process_memory import MIB, own_mib
+
+
+class FleetMeter:
+    """Measures from when it is made.
+
+    Args:
+        fleet: serves.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._occupied = fleet, list[float]()
+        self._busy, self._waiting, self._totals = self._now()
+
+    def _now(self) -> tuple[float, float, Totals]:
+        """Seconds that all workers have been busy, and without a slot; and what the replicas have counted."""
+        board = self._fleet.board
+        return float(board.busy.sum()), float(board.waiting.sum()), Totals.of(self._fleet.tallies)
+
+    def look(self) -> None:
+        """Note how many of the slots are occupied."""
+        states = np.bincount(self._fleet.board.state, minlength=len(SlotState)).tolist()
+        circulating = sum(states) - states[SlotState.WITHHELD]
+        self._occupied.append(1.0 - states[SlotState.FREE] / circulating)
+
+    def metrics(self, took: float) -> dict[Metric, float]:
+        """What to log.
+
+        Args:
+            took: seconds since this was made.
+        """
+        fleet, (busy, waiting, totals) = self._fleet, self._now()
+        workers, counted = took * len(fleet.board.busy), totals - self._totals
+        return {
+            names.WORKER_IDLE: 1.0 - (busy - self._busy) / workers,
+            names.WORKER_NO_SLOT: min(1.0, (waiting - self._waiting) / workers),  # a wait counts when it is over
+            names.WORKER_RESTARTS: float(fleet.restarts),
+            names.REPLICA_IDLE: 1.0 - float(counted.seconds[0]) / (took * len(fleet.tallies)),
+            **counted.metrics(),
+            **counted.shares(),
+            **{name: float(number) for name, number in fleet.queue.metrics().items()},
+            names.CUT: float(fleet.queue.cut),
+            names.WAITING: float((fleet.board.state == SlotState.FINISHED).sum()),
+            names.OCCUPIED: mean(self._occupied),
+            **self._memory(),
+        }
+
+    def _memory(self) -> dict[Metric, float]:
+        workers, replicas = self._fleet.pids
+        return {
+            names.TRAINER_MIB: own_mib([os.getpid()]),
+            names.WORKERS_MIB: own_mib(workers),
+            names.REPLICAS_MIB: own_mib(replicas),
+            names.SLAB_MIB: self._fleet.slab.layout.nbytes / MIB,
+        }
