@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -105,6 +106,7 @@ class Ranks:
         rank: which of them this process is; before :meth:`launch`, by the environment.
         links: to the others, on rank 0.
         link: to rank 0, on the others.
+        meeting: makes the context in which this one waits for the others, for a loop that wants to know how long.
     """
 
     def __init__(self, settings: RankSettings) -> None:
@@ -112,6 +114,7 @@ class Ranks:
         self.rank = int(os.environ.get("LOCAL_RANK", "0")) if settings.several else 0
         self.links: LeadingLinks | None = None
         self.link: FollowingLink | None = None
+        self.meeting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._strategy: SizeWeighted = SizeWeightedSingleDeviceStrategy()
         self._launched = False
 
@@ -229,14 +232,18 @@ class Ranks:
             return part
         counted = {name: (float(total), float(part.counts[name])) for name, total in part.sums.items()}
         together = Meter()
-        for other in self._strategy.meet("the end of a mini-batch", counted):
+        with self.meeting():
+            parts = self._strategy.meet("the end of a mini-batch", counted)
+        for other in parts:
             together.add({name: (torch.tensor(total, dtype=torch.float64), n) for name, (total, n) in other.items()})
         return together
 
     def share_sums(self, objective: Objective) -> None:
         """Add up what the objectives of all ranks have seen in an update, so that all make the same of it."""
         if self.several:
-            objective.load_sums(_added(self._strategy.meet("the end of an update", objective.sums())))
+            with self.meeting():
+                parts = self._strategy.meet("the end of an update", objective.sums())
+            objective.load_sums(_added(parts))
 
 
 class _Launcher(_SubprocessScriptLauncher):

@@ -15,6 +15,8 @@ from vla_async import keys
 from vla_async.collectors.episodes import Episode, EpisodeTracker
 from vla_async.collectors.pool import EnvPool
 from vla_async.collectors.view import PolicyView
+from vla_async.monitor.timeline_run import Timeline
+from vla_async.monitor.timeline_track import Kind
 from vla_async.policies.base import VLAPolicy
 from vla_async.rng import episode_seed, fold
 
@@ -31,6 +33,7 @@ class LockstepCollector:
         decisions_per_env: T, the length of the rollout.
         seed: root of all random streams.
         autocast: makes the context in which the policy acts (``fabric.autocast``).
+        timeline: records when it decides, and when it waits for the envs; by default nothing does.
     """
 
     def __init__(
@@ -41,10 +44,12 @@ class LockstepCollector:
         decisions_per_env: int,
         seed: int,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        timeline: Timeline | None = None,
     ) -> None:
         self.pool, self.policy, self.decisions_per_env, self.autocast = pool, policy, decisions_per_env, autocast
         self.tracker, self.view = EpisodeTracker(pool), PolicyView(pool, policy)
         self.finished: list[Episode] = []
+        self.timeline = timeline or Timeline()
         self._num, self._seed = pool.num_envs, seed
         self._request_base = torch.tensor([fold(seed, "policy", row) for row in range(self._num)])
         self._decisions = 0
@@ -89,11 +94,13 @@ class LockstepCollector:
         # a reset inside the step puts the next episode's instruction and task into the pool
         instructions, tasks = list(self.pool.instructions), list(self.pool.tasks)
         request_keys = self._request_base + self._decisions
-        td = self.policy.act(self.view.see(self.pool.rows.observation, instructions, request_keys))
-        td.set(keys.POLICY_VERSION, torch.full((self._num, 1), policy_version, device=td.device))
-        chunk = self.view.chunk(td)
+        with self.timeline.span(Kind.DECIDE, self._num):
+            td = self.policy.act(self.view.see(self.pool.rows.observation, instructions, request_keys))
+            td.set(keys.POLICY_VERSION, torch.full((self._num, 1), policy_version, device=td.device))
+            chunk = self.view.chunk(td)
         seeds, following = self._seeds, self._next_seeds()
-        self.pool.step(chunk, next_seeds=following)
+        with self.timeline.span(Kind.ENVS, self._num):
+            self.pool.step(chunk, next_seeds=following)
         self._decisions += 1
         ended = self.tracker.after_step(tasks, seeds)
         rows, done = self.pool.rows, self.pool.rows.terminated | self.pool.rows.truncated

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from vla_async.collectors.fleet import Fleet
 from vla_async.links import RankError
 from vla_async.loops.rollouts import Rollouts, read_dealt
 from vla_async.loops.slots import SlotPlan
+from vla_async.monitor.timeline_track import Kind
 from vla_async.weights.publisher import named_tensors
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class DealtRollouts(Rollouts):
         self._links.tell("slab", fleet.slab.layout, plan.grouping is not None)
         self._links.share(fleet.slab.block)
         self._links.share(fleet.slab.lengths)
+        trainer.timeline.share(self._links)
+        trainer.ranks.meeting = partial(trainer.timeline.span, Kind.MEET)
         self._links.alarm = self._wake
         if self._links.trouble is not None:
             raise self._links.trouble
@@ -67,7 +71,8 @@ class DealtRollouts(Rollouts):
         """Those of rank 0, ordered by env; None if there are none."""
         self._links.tell("update", self.version)
         started = time.perf_counter()
-        slots = self._choose(self.plan.bundles)
+        with self.timeline.span(Kind.WAIT):
+            slots = self._choose(self.plan.bundles)
         self._waited += self._arrived - started
         own: list[list[int]] = [[] for _ in self._dealt]
         for bundle in self._bundles(slots):
@@ -95,7 +100,8 @@ class DealtRollouts(Rollouts):
     def _next(self) -> list[int]:
         """The next slots of rank 0; none when all are dealt."""
         started = time.perf_counter()
-        given = self._inbox.get()
+        with self.timeline.span(Kind.WAIT):
+            given = self._inbox.get()
         self._waited += time.perf_counter() - started
         if isinstance(given, BaseException):
             raise given
@@ -126,7 +132,8 @@ class DealtRollouts(Rollouts):
 
     def _read(self, slots: list[int]) -> TensorDictBase:
         grouped = self.plan.grouping is not None
-        return read_dealt(self.fleet.slab, slots, self.device, grouped=grouped, version=self.version)
+        with self.timeline.reading(slots):
+            return read_dealt(self.fleet.slab, slots, self.device, grouped=grouped, version=self.version)
 
     def _weights(self) -> Any:
         return named_tensors(self._policy) if isinstance(self._policy, FSDPModule) else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tensordict import TensorDictBase
 
 from vla_async.collectors.slab import Slab
 from vla_async.loops.rollouts import read_dealt
+from vla_async.monitor.timeline_track import Kind
 from vla_async.rng import fold
 
 if TYPE_CHECKING:
@@ -22,10 +24,12 @@ def follow(loop: StreamingFitLoop, trainer: AsyncTrainer) -> None:
     The order of the decisions in later epochs is drawn anew for each update, by its number: nothing has to be resumed.
     """
     rollouts = ReceivedRollouts(trainer)
+    trainer.ranks.meeting = partial(trainer.timeline.span, Kind.MEET)
     while rollouts.begins():
         loop.shuffle_by(fold(trainer.seed, "shuffle", trainer.ranks.rank, rollouts.version))
-        loop.train_on(trainer, rollouts)
-        trainer.objective.end_update()
+        with trainer.timeline.step(rollouts.version + 1):
+            loop.train_on(trainer, rollouts)
+            trainer.objective.end_update()
         trainer.state.counters.step += 1
 
 
@@ -45,6 +49,8 @@ class ReceivedRollouts:
         self._link, self.device, self.version, self.decisions = trainer.ranks.link, trainer.fabric.device, 0, 0
         _, layout, self._grouped = self._link.receive("slab")
         self._slab = Slab.attach(layout, self._link.receive(), self._link.receive())
+        self._timeline = trainer.timeline
+        self._timeline.receive(self._link, trainer.ranks.settings.num_ranks)
         if self.device.type == "cuda":
             self._slab.block.pin()
 
@@ -58,11 +64,14 @@ class ReceivedRollouts:
     def arrivals(self) -> Iterator[TensorDictBase]:
         """The trajectories of this rank, each (or each group) as soon as it is there."""
         while True:
-            what, given = self._link.receive("take", "dealt")
+            with self._timeline.span(Kind.WAIT):
+                what, given = self._link.receive("take", "dealt")
             if what == "dealt":
                 self.decisions = given
                 return
-            yield read_dealt(self._slab, given, self.device, grouped=self._grouped, version=self.version)
+            with self._timeline.reading(given):
+                trajectories = read_dealt(self._slab, given, self.device, grouped=self._grouped, version=self.version)
+            yield trajectories
 
     def collect(self) -> TensorDictBase | None:
         """The trajectories of this rank, ordered by env; None if there are none."""

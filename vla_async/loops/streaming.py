@@ -13,7 +13,7 @@ groups were equal, makes no optimizer step but counts: the weights are published
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -249,14 +249,9 @@ class StreamingFitLoop(SyncFitLoop):
 
     def _stream(self, trainer: AsyncTrainer, rollouts: Rollouts | ReceivedRollouts, meter: Meter) -> None:
         """The first epoch on what arrives, the others on what it kept."""
-
-        def arrivals() -> Iterator[TensorDictBase]:
-            for trajectories in rollouts.arrivals():
-                yield self._prepared(trainer, trajectories)
-
         kept: list[TensorDictBase] = []
-        part, over = Meter(), False
-        streamer = Streamer(arrivals, self.micro_batch_size, self.mini_batch_size)
+        part, over, prepared = Meter(), False, partial(self._prepared, trainer)
+        streamer = Streamer(lambda: map(prepared, rollouts.arrivals()), self.micro_batch_size, self.mini_batch_size)
         for micro in streamer:
             if over:
                 continue  # the objective has had enough of this update; what still belongs to it is taken off the queue

@@ -174,13 +174,21 @@ class Timeline:
         finally:
             self.own.add(kind, started, clock(), *args)
 
-    def took(self, slots: list[int], started: float) -> None:
-        """This process has read trajectories out of slots, since ``started``."""
+    @contextmanager
+    def reading(self, slots: list[int]) -> Iterator[None]:
+        """This process reads trajectories out of slots: the block."""
+        started = clock()
+        yield
         if self.own is not None:
             now = clock()
             self.own.add(Kind.READ, started, now, len(slots))
             for slot in slots:
                 self.own.add(Kind.TAKEN, started, now, slot)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether something is recorded now."""
+        return self._on
 
     def count(self, name: str, **values: float) -> None:
         """Numbers as they are now, drawn as a curve each."""
