@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -20,6 +20,9 @@ from vla_async.monitor.timeline_track import Kind
 from vla_async.policies.base import VLAPolicy
 from vla_async.rng import episode_seed, fold
 
+if TYPE_CHECKING:
+    from vla_async.collectors.pool_recorder import PoolRecorder
+
 
 class LockstepCollector:
     """Rolls out a policy in all envs of a pool, a fixed number of decisions per env at a time.
@@ -34,6 +37,7 @@ class LockstepCollector:
         seed: root of all random streams.
         autocast: makes the context in which the policy acts (``fabric.autocast``).
         timeline: records when it decides, and when it waits for the envs; by default nothing does.
+        recorder: saves some of the episodes; by default nothing does.
     """
 
     def __init__(
@@ -45,11 +49,12 @@ class LockstepCollector:
         seed: int,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         timeline: Timeline | None = None,
+        recorder: PoolRecorder | None = None,
     ) -> None:
         self.pool, self.policy, self.decisions_per_env, self.autocast = pool, policy, decisions_per_env, autocast
         self.tracker, self.view = EpisodeTracker(pool), PolicyView(pool, policy)
         self.finished: list[Episode] = []
-        self.timeline = timeline or Timeline()
+        self.timeline, self.recorder = timeline or Timeline(), recorder
         self._num, self._seed = pool.num_envs, seed
         self._request_base = torch.tensor([fold(seed, "policy", row) for row in range(self._num)])
         self._decisions = 0
@@ -68,6 +73,8 @@ class LockstepCollector:
         self._episodes += 1
         self.pool.reset(everyone, self._seeds)
         self._started = True
+        if self.recorder is not None:
+            self.recorder.begins(range(self._num))
 
     @torch.no_grad()
     def collect(self, policy_version: int) -> TensorDictBase:
@@ -81,6 +88,8 @@ class LockstepCollector:
             "state_value")`` is filled everywhere: at a truncation from the final observation, and at the fragment end
             from the observation that the next rollout starts from.
         """
+        if self.recorder is not None:
+            self.recorder.quota.begin(policy_version)
         if not self._started:
             self._start()
         with set_exploration_type(ExplorationType.RANDOM), self.autocast():
@@ -99,10 +108,14 @@ class LockstepCollector:
             td.set(keys.POLICY_VERSION, torch.full((self._num, 1), policy_version, device=td.device))
             chunk = self.view.chunk(td)
         seeds, following = self._seeds, self._next_seeds()
+        if self.recorder is not None:
+            self.recorder.decided(td, chunk, policy_version)
         with self.timeline.span(Kind.ENVS, self._num):
             self.pool.step(chunk, next_seeds=following)
         self._decisions += 1
         ended = self.tracker.after_step(tasks, seeds)
+        if self.recorder is not None:
+            self.recorder.goes_on(ended, step=policy_version)
         rows, done = self.pool.rows, self.pool.rows.terminated | self.pool.rows.truncated
         for row in range(self._num):
             self._history[row] = [] if row in ended else [*self._history[row], chunk[row].clone()]

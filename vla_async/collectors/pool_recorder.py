@@ -110,6 +110,12 @@ class PoolRecorder:
             self._running[row].parts.append((noted, place))
             self._running[row].pictures += frames.get(row, ())
 
+    def goes_on(self, ended: Mapping[int, Episode], step: int) -> None:
+        """A decision was executed; the rows whose episodes ended have begun their next ones already."""
+        self.stepped({})
+        self.ends(ended, step)
+        self.begins(ended)
+
     def ends(self, ended: Mapping[int, Episode], step: int) -> None:
         """The episodes of some rows have ended, after ``step`` updates of the run."""
         for row, episode in ended.items():

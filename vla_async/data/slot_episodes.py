@@ -68,9 +68,7 @@ class SlotRecorder:
 
     def __init__(self, slab: Slab, envs: Sequence[EnvAddress], factory: EnvFactory, store: TrajectoryStore | None) -> None:
         self.slab, self.envs, self.factory, self.store = slab, envs, factory, store
-        self.every = 0 if store is None else store.recording.train_every_n_steps
-        self.quota = Quota(None if store is None else store.recording)
-        self.quota.close()
+        self.quota = Quota(None if store is None else store.recording, of_training=True)
         self._num_rows = sum(len(env.rows) for env in envs)
         self._growing: dict[int, _Growing] = {}  # by row
         layout = slab.layout
@@ -82,12 +80,11 @@ class SlotRecorder:
     def begin(self, version: int) -> None:
         """An update begins, of weights of this version."""
         self._version = version
-        if self.every and version % self.every == 0:
-            self.quota.renew()
+        self.quota.begin(version)
 
     def add(self, slots: Sequence[int]) -> None:
         """Look at slots that the update has taken, while nobody writes to them."""
-        if not self.every or not any(map(self.quota.may_want, self.factory.task_names)):
+        if not any(map(self.quota.may_want, self.factory.task_names)):
             self._growing.clear()
             return
         for slot in slots:

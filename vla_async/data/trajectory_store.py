@@ -48,20 +48,19 @@ class Quota:
 
     Args:
         recording: says how many; None for none at all.
+        of_training: of the episodes that training consumes, which are wanted from every n-th update on.
     """
 
-    def __init__(self, recording: Recording | None) -> None:
+    def __init__(self, recording: Recording | None, of_training: bool = False) -> None:
         self._recording, self._taken = recording, Counter[tuple[str, bool]]()
-        self._is_open = recording is not None
+        self._is_open = recording is not None and not of_training
 
-    def renew(self) -> None:
-        """Begin anew."""
-        self._taken.clear()
-        self._is_open = self._recording is not None
-
-    def close(self) -> None:
-        """Take no more, until it is renewed."""
-        self._is_open = False
+    def begin(self, version: int) -> None:
+        """An update begins, of weights of this version."""
+        every = 0 if self._recording is None else self._recording.train_every_n_steps
+        if every and version % every == 0:
+            self._taken.clear()
+            self._is_open = True
 
     def wants(self, task: str, success: bool) -> bool:
         """Whether an episode of this task that ended so is to be saved."""

@@ -21,6 +21,7 @@ from vla_async.collectors.acting import portable
 from vla_async.collectors.pool import WorkerError, how_it_ended, server_address, use_server, worker_context
 from vla_async.collectors.processes import end_members, start_member
 from vla_async.collectors.worker import Reply, Reporting, leave_signals_to_parent
+from vla_async.data.trajectory_store import Recording, TrajectoryStore, store_of
 from vla_async.envs.base import EnvFactory
 from vla_async.fabric import autocast_dtype
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
@@ -58,12 +59,13 @@ class EvaluationProcess:
         self.progress = SharedBlock({"ended": Field((1,), torch.int64)})
         self._thread: threading.Thread | None = None
         self._trouble: Exception | None = None
-        context = worker_context()
+        context, store = worker_context(), store_of(trainer)
         orders = EvaluationOrders(
             server=server_address(),
             pickled=cloudpickle.dumps((portable(trainer.policy), loop)),
             factory=env,
             videos=trainer.run.videos,
+            recording=None if store is None else store.recording,
             autocast=autocast_dtype(trainer.precision),
             seed=trainer.seed,
             weights=self.weights,
@@ -170,6 +172,7 @@ class EvaluationOrders:
         pickled: the policy and the :class:`EvaluateLoop`.
         factory: the envs.
         videos: directory for recordings.
+        recording: which episodes are saved, and where; None for none.
         autocast: element type of the policy's matrix products, or None for that of its weights.
         seed: of torch's generators, for policies that draw from them.
         weights: the tensors of the policy's state_dict, written before each request.
@@ -180,6 +183,7 @@ class EvaluationOrders:
     pickled: bytes
     factory: EnvFactory
     videos: Path
+    recording: Recording | None
     autocast: torch.dtype | None
     seed: int
     weights: SharedBlock
@@ -200,18 +204,28 @@ def run_evaluations(link: Connection, orders: EvaluationOrders) -> None:
             policy, loop = pickle.loads(orders.pickled)
             policy.to(loop.device)
             loop.open(orders.factory)
+        store = None if orders.recording is None else TrajectoryStore(orders.recording)
         try:
             while (request := link.recv()) is not None:
                 with Reporting(link):
-                    result = _evaluate(policy, loop, orders, *request)
+                    result = _evaluate(policy, loop, orders, store, *request)
                 link.send(result)
         finally:
             loop.close()
+            if store is not None:
+                store.close()
 
 
 def _evaluate(
-    policy: VLAPolicy, loop: EvaluateLoop, orders: EvaluationOrders, version: int, others: dict[str, Any]
+    policy: VLAPolicy,
+    loop: EvaluateLoop,
+    orders: EvaluationOrders,
+    store: TrajectoryStore | None,
+    version: int,
+    others: dict[str, Any],
 ) -> EvaluationResult:
+    """Evaluate, and wait until what is to be saved of it stands in its files."""
+
     def tell(ended: int) -> None:
         orders.progress["ended"].fill_(ended)
 
@@ -219,12 +233,16 @@ def _evaluate(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     if orders.autocast is not None:
         autocast = partial(torch.autocast, loop.device.type, dtype=orders.autocast)
-    return loop.run(
+    result = loop.run(
         policy,
         orders.factory,
         "validate",
         policy_version=version,
         videos=orders.videos,
+        store=store,
         autocast=autocast,
         progress=tell,
     )
+    if store is not None:
+        store.flush()
+    return result

@@ -23,7 +23,9 @@ from vla_async.data.counts import counts_when_saved
 from vla_async.data.in_flight import InFlight, save_bundles
 from vla_async.data.queue import Straggler
 from vla_async.data.selection import Selection
+from vla_async.data.slot_episodes import SlotRecorder
 from vla_async.data.staleness import StalenessMeter, stamp_staleness
+from vla_async.data.trajectory_store import store_of
 from vla_async.loops.slots import SlotPlan
 from vla_async.monitor import metric_table as names
 from vla_async.monitor.metric import Metric
@@ -86,6 +88,7 @@ class Rollouts:
         )
         if state:
             fleet.queue.resume(state["queue"])
+        self.recorder = SlotRecorder(fleet.slab, fleet.envs, trainer.env, store_of(trainer))
         self.begin(trainer.state.counters.step)
 
     def begin(self, version: int) -> None:
@@ -96,6 +99,7 @@ class Rollouts:
         self._staleness, self._meter = StalenessMeter(self.max_staleness), FleetMeter(self.fleet)
         self._began, self._waited, self._arrived = time.perf_counter(), 0.0, 0.0
         self._timing = dict[Metric, float]()
+        self.recorder.begin(version)
 
     def arrivals(self) -> Iterator[TensorDictBase]:
         """The trajectories of the update, each (or each group) as soon as it is there: TensorDicts ``[N, T]``."""
@@ -152,6 +156,7 @@ class Rollouts:
         self.env_steps += int(trajectories[keys.EXECUTED].sum())
         self.decisions += int(trajectories[keys.EXECUTED].any(-1).sum())
         self.episodes += self._ended(slots)
+        self.recorder.add(slots)
 
     def _order(self, slot: int) -> tuple[int, int]:
         """By env, then by time."""

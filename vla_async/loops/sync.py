@@ -24,8 +24,10 @@ from vla_async import keys
 from vla_async.collectors.episodes import rollout_metrics
 from vla_async.collectors.lockstep import LockstepCollector
 from vla_async.collectors.pool import EnvPool
+from vla_async.collectors.pool_recorder import PoolRecorder
 from vla_async.data.staleness import StalenessMeter, staleness_of
 from vla_async.data.streamer import valid_decisions
+from vla_async.data.trajectory_store import Quota, store_of
 from vla_async.envs.base import EnvSpec
 from vla_async.loops.base import Loop
 from vla_async.monitor import metric_table as names
@@ -144,6 +146,7 @@ class SyncFitLoop(Loop):
             seed=trainer.seed,
             autocast=autocast,
             timeline=trainer.timeline,
+            recorder=self._recorder(trainer, self._pool),
         )
         if state := trainer.state.loop:
             check_same_loop(state, "collector", self)
@@ -152,6 +155,14 @@ class SyncFitLoop(Loop):
         while not trainer.should_stop:
             with trainer.timeline.step(trainer.state.counters.step + 1):
                 self._step_in_turn(trainer, collector)
+
+    def _recorder(self, trainer: AsyncTrainer, pool: EnvPool) -> PoolRecorder | None:
+        """What saves some of the training episodes, if any are wanted."""
+        store = store_of(trainer)
+        if store is None or not store.recording.train_every_n_steps:
+            return None
+        quota, indices = Quota(store.recording, of_training=True), range(trainer.env.num_envs)
+        return PoolRecorder(pool, store, quota, factory=trainer.env, indices=indices, split="train")
 
     def _step_in_turn(self, trainer: AsyncTrainer, collector: LockstepCollector) -> None:
         """One update: a rollout, then the training on it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vla_async.data.trajectory_store import store_of
 from vla_async.loops.evaluate import EvaluateLoop, EvaluationResult
 from vla_async.loops.evaluation_process import EvaluationProcess, Snapshot, version_of
 from vla_async.monitor import metric_table as names
@@ -175,7 +176,13 @@ def evaluate_in_turn(trainer: AsyncTrainer, split: Split) -> EvaluationResult:
     """Evaluate the policy as it is, where it trains, and tell the callbacks."""
     counters, autocast = trainer.state.counters, trainer.fabric.autocast
     result = trainer.evaluate_loop.run(
-        trainer.policy, trainer.env, split, policy_version=counters.step, videos=trainer.run.videos, autocast=autocast
+        trainer.policy,
+        trainer.env,
+        split,
+        policy_version=counters.step,
+        videos=trainer.run.videos,
+        store=store_of(trainer),
+        autocast=autocast,
     )
     result.env_steps = counters.env_steps
     tell(trainer, result)
