@@ -210,7 +210,8 @@ class StreamingFitLoop(SyncFitLoop):
             counters.episodes += len(rollouts.episodes)
         rollouts.publish(trainer.state.counters.step)
         trainer.state.loop = {"rollouts": rollouts.state_dict(), "shuffle": self._shuffle.get_state()}
-        trainer.end_step(metrics | rollouts.metrics(meter.total(SAMPLES)))
+        with trainer.timeline.span(Kind.END_OF_STEP):
+            trainer.end_step(metrics | rollouts.metrics(meter.total(SAMPLES)))
 
     def train_on(self, trainer: AsyncTrainer, rollouts: Rollouts | ReceivedRollouts) -> Meter:
         """All passes over this rank's part of the global batch."""

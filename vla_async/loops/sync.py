@@ -186,7 +186,8 @@ class SyncFitLoop(Loop):
             counters.step, counters.env_steps = counters.step + 1, counters.env_steps + env_steps
             counters.episodes += len(finished)
             trainer.state.loop = {"collector": collector.state_dict(), "shuffle": self._shuffle.get_state()}
-        trainer.end_step(metrics)
+        with trainer.timeline.span(Kind.END_OF_STEP):
+            trainer.end_step(metrics)
 
     def _ages(self, batch: TensorDictBase, version: int) -> dict[Metric, float]:
         """That nothing was stale."""

@@ -37,7 +37,7 @@ class Kind(IntEnum):
     PUBLISH = 13
     CONFIRM = 14
     VALIDATE = 15
-    CALLBACKS = 16
+    END_OF_STEP = 16
     ROLLOUT = 17
     DECIDE = 18
     ENVS = 19
@@ -67,7 +67,7 @@ LOOKS = {
     Kind.PUBLISH: Look("publish", ("version",)),
     Kind.CONFIRM: Look("wait for replicas", ("version",)),
     Kind.VALIDATE: Look("validate", ("version",)),
-    Kind.CALLBACKS: Look("log and callbacks"),
+    Kind.END_OF_STEP: Look("log and callbacks"),
     Kind.ROLLOUT: Look("roll out", ("version",)),
     Kind.DECIDE: Look("decide", ("rows",)),
     Kind.ENVS: Look("wait for envs", ("rows",)),
