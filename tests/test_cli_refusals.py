@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vla_async.cli import VLACLI
+from vla_async.commands import COMMANDS
 from vla_async.policies import VLAPolicy
 from vla_async.refusals import ConfigError, check_command_line, explain
 
@@ -145,7 +146,7 @@ def test_a_missing_config_names_the_nearest_one(tmp_path):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ([], "no subcommand; choose fit, validate, test, sft, collect, ablate or export"),
+        ([], f"no subcommand; choose {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}, for example: vla-async fit"),
         (["fitt"], "there is no subcommand 'fitt'; did you mean fit?"),
         (["fot"], "there is no subcommand 'fot'; did you mean fit?"),
         (["--config", RECIPE, "fit"], "the subcommand comes first"),

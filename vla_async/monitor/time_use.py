@@ -96,8 +96,8 @@ class TimeUse:
         deciding = replicas.share(FORWARD, SWAPPING)
         if waits < _ENOUGH:
             return (
-                f"The trainer is the bottleneck: it waits for trajectories {waits:.0%} of its time, and env workers wait for "
-                f"free slots {workers.share(NO_SLOT):.0%} of theirs."
+                f"The trainer is the bottleneck: it waits for trajectories {waits:.0%} of its time, and env workers wait "
+                f"for free slots {workers.share(NO_SLOT):.0%} of theirs."
             )
         who = "envs are" if stepping >= deciding else "replicas are"
         return (
