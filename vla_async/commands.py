@@ -37,6 +37,7 @@ FUNCTIONS = {
     "ablate": Command("vla_async.ablation:ablate", "run fit with one level of asynchrony after the other, and compare them"),
     "profile": Command("vla_async.profiling:profile", "run a few updates of fit, and show where their time goes"),
     "export": Command("vla_async.export:export", "write a policy in the layout of its public release"),
+    "replay": Command("vla_async.replay:replay", "play a saved episode again, and compare"),
 }
 COMMANDS = (*SUBCOMMANDS, *FUNCTIONS)
 

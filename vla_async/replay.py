@@ -100,8 +100,8 @@ class Comparison:
 class Replay:
     """An episode that is played again.
 
-    In a batch all rows play it, each from the same seed, and the recorded row is compared: what a row does must not depend on
-    what the others do, so these may as well show it, too.
+    In a batch all rows play it, each from the same seed, and the recorded row is compared: what a row does must not depend
+    on the others, so these may as well do the same, and row 0, which is drawn, shows it.
 
     Args:
         trajectory: the episode.
@@ -132,7 +132,7 @@ class Replay:
         if self.pictures:
             self.frames.append(env.simulator.render().cpu())
         env.recording = self.pictures
-        recorded = {name: leaf.unbind() for name, leaf in decisions[keys.OBSERVATION].items()}
+        recorded = {name: leaf.unbind() for name, leaf in decisions.get(keys.OBSERVATION, {}).items()}
         for number in range(len(decisions)):
             when = f"decision {number}, env step {self._steps}"
             self._look({name: leaf[number] for name, leaf in recorded.items()}, observation, when)
@@ -212,7 +212,7 @@ def replay(args: Sequence[str]) -> int:
     if played.comparison.reproduced:
         print(f"reproduced, to within {options.tolerance:g}")
         return 0
-    print(f"NOT reproduced; the first difference, in {played.comparison.first}")
+    print(f"NOT reproduced; the first difference: {played.comparison.first}")
     return 1
 
 
@@ -223,9 +223,7 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
 
     usage = "vla-async replay FILE [--video OUT.mp4] [--show true] [--tolerance X]"
     parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "file", type=Path, metavar="FILE", help="a saved trajectory: runs/<name>/<time>/trajectories/.../*.pt"
-    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a saved trajectory, in trajectories/ of a run")
     parser.add_argument("--video", type=Path, help="the video of the replay; by default beside FILE, <name>_replay.mp4")
     parser.add_argument("--show", choices=("true", "false"), default="false", help="open the video, if there is a display")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="how far numbers may be apart, times 1 + their size")
@@ -254,9 +252,7 @@ def _tell_versions(recorded: dict[str, str]) -> None:
     here = library_versions()
     for name, version in recorded.items():
         if here.get(name) != version:
-            print(
-                f"  recorded with {name} {version}, replayed with {here.get(name, 'none')}: that alone may make a difference"
-            )
+            print(f"  recorded with {name} {version}, replayed with {here.get(name, 'none')}: that may change something")
 
 
 def _can_draw(env: ChunkedEnv) -> bool:
