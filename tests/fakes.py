@@ -220,15 +220,21 @@ class Steady(ScriptedController):
         return torch.full((simulator.num_rows, ACTION_DIM), self.action)
 
 
+def reproducible(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics without those that come from clocks or the system's memory, which no two runs have in common."""
+    beginnings = ("time/", "memory/", "request_wait_s/", "forward_s/", "elapsed_s")
+    ends = ("/idle_share", "/no_slot_share", "/occupied_share")
+    return {name: value for name, value in metrics.items() if not name.startswith(beginnings) and not name.endswith(ends)}
+
+
 class Metrics(Callback):
-    """Keeps the metrics of every step by its number, without clock times."""
+    """Keeps the metrics of every step by its number, as far as they are reproducible."""
 
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, float]] = {}
 
     def on_step_end(self, trainer: AsyncTrainer, metrics: Mapping[str, float]) -> None:
-        kept = {name: value for name, value in metrics.items() if not name.startswith("time/") and name != "elapsed_s"}
-        self.steps[trainer.state.counters.step] = kept
+        self.steps[trainer.state.counters.step] = reproducible(metrics)
 
 
 def tiny(**options: Any) -> TinyVLAPolicy:

@@ -47,9 +47,7 @@ def compare(tmp_path: Path, strategy: str, **options: Any) -> tuple[Any, dict[st
     assert difference(ran[1].state_dict(), alone[1].state_dict()) < 1e-5
     assert ran[2].keys() == alone[2].keys()
     for step, metrics in alone[2].items():
-        expected = {name: value for name, value in metrics.items() if not name.endswith("idle_share")}
-        found = {name: value for name, value in ran[2][step].items() if not name.endswith("idle_share")}
-        assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        assert ran[2][step] == pytest.approx(metrics, rel=1e-3, abs=1e-6)
     return ran, other, alone
 
 

@@ -1,4 +1,4 @@
-"""What a trainer does at the end of a run, whatever ends it."""
+"""What a trainer does at the end of a run, whatever ends it; and what that is the end of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vla_async.fabric import torch_threads
 from vla_async.loops.base import Loop
+from vla_async.monitor.loggers import RunLogger
 
 if TYPE_CHECKING:
     from vla_async.trainer import AsyncTrainer
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def winding_up(trainer: AsyncTrainer, loop: Loop | None = None) -> Iterator[None]:
-    """On every kind of exit, tell the callbacks and close whatever is open. No interrupt gets into that.
+    """Begin the loggers; on every kind of exit, tell the callbacks and close whatever is open. No interrupt gets into that.
 
     The exit stacks make every call, the one pushed last first, whatever the others raise. An interrupt for which a wait had
     to be ended is the error, else another rank that was lost, whatever they have led to here. An interrupt is for rank 0
@@ -30,6 +31,9 @@ def winding_up(trainer: AsyncTrainer, loop: Loop | None = None) -> Iterator[None
         if not ranks.is_first:
             around.enter_context(interrupts.shielded())
         try:
+            for logger in trainer.fabric.loggers:
+                if isinstance(logger, RunLogger):
+                    logger.begin_run(trainer.run.path)
             yield
         except BaseException as raised:
             status = "failed"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vla_async.collectors.tally import Tally, percentile, summary, time_bin
+from vla_async.collectors.tally import Tally, Totals, percentile, summary, time_bin
 
 
 @given(st.lists(st.floats(1e-5, 1e3), min_size=1, max_size=50), st.sampled_from([0.5, 0.95, 0.99]))
@@ -44,3 +45,31 @@ def test_nothing_counted_is_no_number() -> None:
     stats = summary([Tally(3)])
     assert math.isnan(stats["batch_size/mean"])
     assert stats["decisions"] == 0
+
+
+def test_a_difference_knows_only_what_came_between() -> None:
+    """Long waits of the past would hide that the present is short, and the other way round."""
+    tally = Tally(6)
+    for _ in range(100):
+        tally.add(6, [1.0] * 6, 2.0, waiting=0)
+    before = Totals.of([tally])
+    tally.add(1, [0.001], 0.010, waiting=0)
+    for rows in (2, 3, 4, 5):
+        tally.add(rows, [0.001] * rows, 0.010, waiting=0)
+    tally.add(0, [0.001], 0.010, waiting=0)
+    update = Totals.of([tally]) - before
+    metrics = update.metrics()
+    assert metrics["batch_size/mean"] == 3.0, "a batch without a row is none"
+    assert metrics["request_wait_s/p99"] == pytest.approx(0.001, rel=0.06)
+    assert metrics["forward_s/p95"] == pytest.approx(0.010, rel=0.06)
+    expected = {1: 0.2, 2: 0.2, 4: 0.4, 8: 0.2}
+    assert update.shares() == {f"batch_size/share_{n}": share for n, share in expected.items()} | {"batch_size/limit": 6.0}
+    assert float(update.seconds[0]) == pytest.approx(0.06)
+
+
+def test_an_update_without_a_batch_has_no_percentiles() -> None:
+    tally = Tally(1)
+    tally.add(1, [1.0], 1.0, waiting=0)
+    update = Totals.of([tally]) - Totals.of([tally])
+    assert update.shares().keys() == {"batch_size/share_1", "batch_size/limit"}
+    assert all(math.isnan(value) for name, value in (update.metrics() | update.shares()).items() if "limit" not in name)

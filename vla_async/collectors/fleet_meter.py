@@ -53,7 +53,6 @@ class FleetMeter:
             **counted.metrics(),
             **counted.shares(),
             **{name: float(number) for name, number in fleet.queue.metrics().items()},
-            names.CUT: float(fleet.queue.cut),
             names.WAITING: float((fleet.board.state == SlotState.FINISHED).sum()),
             names.OCCUPIED: mean(self._occupied),
             **self._memory(),

@@ -5,9 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
+from typing import Literal, get_args
 
 from vla_async.monitor import metric_table as names
 from vla_async.monitor.metric import Metric
+
+Reason = Literal["stale", "straggler", "worker ended", "resume"]
+"""Why a slot was thrown away: it was too old; it would have become so; its worker ended; a resumed run did not find it."""
 
 
 class TrajectoryCounts(ABC):
@@ -34,13 +38,13 @@ class TrajectoryCounts(ABC):
         return {"produced": self.produced, "consumed": self.consumed, "in_flight": self.in_flight} | dropped
 
     def metrics(self) -> dict[Metric, int]:
-        """The same, under the names that are logged."""
-        dropped = {names.DROPPED.of(reason): number for reason, number in self.dropped.items()}
+        """What is logged: the same, and what was cut. A reason for which nothing was dropped counts 0."""
         return {
             names.PRODUCED: self.produced,
             names.CONSUMED: self.consumed,
             names.IN_FLIGHT: self.in_flight,
-            **dropped,
+            names.CUT: self.cut,
+            **{names.DROPPED.of(reason): self.dropped[reason] for reason in get_args(Reason)},
         }
 
     def resume(self, counts: Mapping[str, int]) -> None:

@@ -21,7 +21,7 @@ from vla_async.collectors.board import Board, SlotState
 from vla_async.collectors.row_env import TASK
 from vla_async.collectors.slab import UNANSWERED, Slab
 from vla_async.collectors.wires import ALARM
-from vla_async.data.counts import TrajectoryCounts
+from vla_async.data.counts import Reason, TrajectoryCounts
 from vla_async.data.free_slots import FreeSlots
 from vla_async.data.groups import GroupLedger
 from vla_async.data.in_flight import Bundle
@@ -177,7 +177,7 @@ class TrajectoryQueue(TrajectoryCounts):
         self.consumed += len(slots)
         self._give_back(slots)
 
-    def drop(self, slots: Sequence[int], reason: str) -> None:
+    def drop(self, slots: Sequence[int], reason: Reason) -> None:
         """Give back slots that were handed out but not used."""
         self._held.difference_update(slots)
         self.dropped[reason] += len(slots)
