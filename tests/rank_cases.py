@@ -87,6 +87,7 @@ class Case:
     ckpt_path: str | None = None
     timeout_s: float = 60.0
     demonstrations: Path | None = None
+    timeline: bool = False
 
     def run(self) -> tuple[AsyncTrainer, TinyVLAPolicy, dict[int, dict[str, float]]]:
         """Train; the trainer, its policy, and the metrics by step."""
@@ -104,6 +105,7 @@ class Case:
             num_ranks=self.num_ranks,
             rank_timeout_s=self.timeout_s,
             num_threads=1,
+            timeline=self.timeline,
             callbacks=[metrics, *self.callbacks],
         )
         options: dict[str, Any] = {"objective": RecordingPPO(gamma=0.9), "lr": 1e-2} | copy.deepcopy(self.policy)

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from tests.fakes import ClockEnvs, Steady, make_trainer, tiny
 from tests.loops.streaming_fakes import HeldEnvs
+from tests.monitor.trace_format import check_trace
 from tests.rank_cases import LOCKSTEP, Case, RecordingGRPO, RecordingPPO, rank_1
 from vla_async.envs import ToyEnvs
 from vla_async.loops import CollectLoop, SFTLoop, StreamingFitLoop, SyncFitLoop
+from vla_async.monitor.timeline import read_timeline
 from vla_async.objectives import PPO
 from vla_async.state import read_checkpoint
 
@@ -103,12 +105,22 @@ def test_all_ranks_have_enough_of_an_update_at_once(tmp_path: Path) -> None:
 
 
 def test_rollouts_go_on_while_two_ranks_train(tmp_path: Path) -> None:
-    """The usual setting: nothing in turn, and all counters add up."""
-    ran, _ = run_on_two(Case(tmp_path, STRATEGIES[0], 2, loop={"max_staleness": 2}, max_steps=6))
+    """The usual setting: nothing in turn, and all counters add up. Both ranks are in the timeline, which rank 0 writes."""
+    ran, _ = run_on_two(Case(tmp_path, STRATEGIES[0], 2, loop={"max_staleness": 2}, max_steps=6, timeline=True))
     last = ran[2][6]
     assert last["queue/consumed"] == 18.0
     assert last["queue/produced"] == 18.0 + last["queue/in_flight"]
     assert max(metrics["staleness/max"] for metrics in ran[2].values()) <= 2.0
+    path = ran[0].run.path / "timeline.json"
+    events, slices = check_trace(path), read_timeline(path)
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    takers = [lanes[event["tid"]] for event in events if event["ph"] == "f"]
+    assert len(takers) == 18
+    assert set(takers) == {"trainer rank 0", "trainer rank 1"}
+    for rank in set(takers):
+        steps = [slice.args["step"] for slice in slices if slice.lane == rank and "step" in slice.args]
+        assert steps == [*range(1, 7)]
+        assert {"wait for other ranks", "forward and backward"} <= {slice.name for slice in slices if slice.lane == rank}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -164,4 +164,4 @@ def _shares(role: _Role, slices: Iterable[Slice], start: float, end: float, lane
         inside.append(slice)
     whole = (end - start) * lanes
     shares = {part: seconds[part] / whole for part in dict.fromkeys(parts.values()) if seconds[part] > 0.0}
-    return shares | {role.rest: 1.0 - sum(shares.values())}
+    return shares | {role.rest: max(0.0, 1.0 - sum(shares.values()))}

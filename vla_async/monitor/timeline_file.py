@@ -57,10 +57,12 @@ class TraceFile:
             yield
         except OSError as error:
             rank_zero_warn(f"no more events in {self.path}, and the run goes on without: {error.strerror or error}")
-            if self._file is not None:
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if self._file is not None and self._end:
                     self._file.truncate(self._end)
                     self._write(self._end, _FOOT)
+                else:
+                    self.path.unlink(missing_ok=True)
             self.close()
 
     def close(self) -> None:
