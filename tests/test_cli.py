@@ -18,7 +18,7 @@ import vla_async
 from tests.conftest import child_processes
 from tests.fakes import is_running, reproducible, wait_until
 from vla_async.__main__ import HELP, main
-from vla_async.callbacks import Checkpoint, Progress, SuccessPlot
+from vla_async.callbacks import Checkpoint, Progress, SuccessPlot, TrajectoryRecorder
 from vla_async.cli import VLACLI
 from vla_async.commands import COMMANDS, SUBCOMMANDS
 from vla_async.envs import ToyEnvs
@@ -123,7 +123,7 @@ def test_a_callback_can_be_set_and_takes_the_place_of_the_default_one(parsed):
     args = ["--trainer.callbacks+=Checkpoint", "--trainer.callbacks.every_n_steps=5"]
     callbacks = parsed("fit", "--config", RECIPE, *args, "--trainer.callbacks+=Progress").trainer.callbacks
     # whatever the order in which they are given, what the others change is in what Checkpoint saves
-    assert [type(callback) for callback in callbacks] == [Progress, SuccessPlot, Checkpoint]
+    assert [type(callback) for callback in callbacks] == [Progress, SuccessPlot, TrajectoryRecorder, Checkpoint]
     assert callbacks[-1].every_n_steps == 5
 
 

@@ -17,6 +17,7 @@ def test_every_run_has_a_directory_of_its_own(tmp_path: Path) -> None:
     assert all(run.path.parent == tmp_path / "name" and run.path.is_dir() for run in runs)
     assert runs[0].checkpoints == runs[0].path / "checkpoints"
     assert runs[0].videos == runs[0].path / "videos"
+    assert runs[0].trajectories == runs[0].path / "trajectories"
 
 
 def test_a_root_that_cannot_be_written_is_named(tmp_path: Path) -> None:
