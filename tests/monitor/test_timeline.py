@@ -142,8 +142,13 @@ def test_an_interrupt_leaves_what_was_recorded_until_then(tmp_path: Path) -> Non
 
 def test_the_synchronous_loop_shows_the_trainer_rolling_out_and_training_by_turns(tmp_path: Path) -> None:
     run = Recorded(fit(tmp_path, True, fit_loop=SyncFitLoop(decisions_per_env=3, update_epochs=1), max_steps=2))
-    assert {slice.lane for slice in run.slices} == {"trainer rank 0"}
-    names = Counter(slice.name for slice in run.slices)
+    assert sorted({slice.lane for slice in run.slices}) == [*LANES[:3], "trainer rank 0"]
+    rollouts = run.of("trainer rank 0", "roll out")
+    for worker in LANES[:3]:
+        assert sum(slice.args["env_steps"] for slice in run.of(worker, "env steps")) == 2 * 3 * 2
+        busy = run.of(worker)
+        assert all(any(r.start_s <= slice.start_s and slice.end_s <= r.end_s for r in rollouts) for slice in busy)
+    names = Counter(slice.name for slice in run.of("trainer rank 0"))
     assert [names[name] for name in ("roll out", "decide", "wait for envs", "prepare", "forward and backward")] == [
         2,
         6,

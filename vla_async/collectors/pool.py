@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vla_async.collectors.worker import Ready, Reply, Rows, run_worker
 from vla_async.envs.base import EnvFactory, EnvSpec
+from vla_async.monitor.timeline_track import Kind, Track
 
 if TYPE_CHECKING:
     from vla_async.envs.controllers import ScriptedController
@@ -89,6 +90,7 @@ class EnvPool:
 
     Attributes:
         busy_s: seconds from commands to their answers, summed over the workers.
+        tracks: one per worker, where its commands are recorded; none unless somebody puts them here.
 
     Raises:
         WorkerError: if a worker cannot build its env.
@@ -104,6 +106,8 @@ class EnvPool:
         timeout_s: float = 300.0,
     ) -> None:
         self.timeout_s, self.busy_s = timeout_s, 0.0
+        self.tracks: list[Track] = []
+        self._answered: dict[int, float] = {}  # when each worker last did
         self._links: list[_Link] = []
         self._state = "starting"
         # a pool that nobody closed ends its workers when it is forgotten, or before Python would wait for them at exit
@@ -152,7 +156,7 @@ class EnvPool:
         self.rows.active.copy_(mask)
         self.rows.seeds.copy_(seeds)
         self._record = torch.where(mask, False if record is None else record, self._record)
-        self._command(lambda link: ("reset", bool(self._record[link.rows.start])))
+        self._command(Kind.RESET, lambda link: ("reset", bool(self._record[link.rows.start])))
 
     def step(self, chunk: Tensor, active: Tensor | None = None, next_seeds: Tensor | None = None) -> dict[int, list[Tensor]]:
         """Execute one decision of every active env. What happened stands in ``rows``.
@@ -170,17 +174,17 @@ class EnvPool:
         self.rows.reset_after.fill_(next_seeds is not None)
         if next_seeds is not None:
             self.rows.seeds.copy_(next_seeds)
-        replies = self._command(lambda link: ("step",))
+        replies = self._command(Kind.ENV_STEPS, lambda link: ("step",))
         pictured = {self._links[position].rows.start: reply.frames for position, reply in replies.items() if reply.frames}
         return {row: [torch.from_numpy(frame) for frame in frames] for row, frames in pictured.items()}
 
-    def _command(self, message: Callable[[_Link], tuple[Any, ...]]) -> dict[int, Reply]:
+    def _command(self, kind: Kind, message: Callable[[_Link], tuple[Any, ...]]) -> dict[int, Reply]:
         """Send a command to the workers with an active env, wait for all of them, and note the episodes they started."""
         if self._state != "ready":
             raise WorkerError(f"this pool is {self._state}; make a new one")
         self._state = "out of step with its workers, because an earlier command was cut short"
         active = self.rows.active.tolist()
-        called = [position for position, link in enumerate(self._links) if any(active[link.rows])]
+        called, began = [position for position, link in enumerate(self._links) if any(active[link.rows])], time.monotonic()
         for position in called:
             link = self._links[position]
             try:
@@ -192,6 +196,11 @@ class EnvPool:
             for row, (instruction, task) in reply.episodes.items():
                 self.instructions[self._links[position].rows.start + row] = instruction
                 self.tasks[self._links[position].rows.start + row] = task
+            if self.tracks and self.tracks[position].is_on:
+                rows = self._links[position].rows
+                steps = int(self.rows.executed[rows].sum()) if kind == Kind.ENV_STEPS else 0
+                where = (rows.start, rows.stop - rows.start, steps)
+                self.tracks[position].add(kind, began, self._answered[position], *where)
         self._state = "ready"
         return replies
 
@@ -219,7 +228,8 @@ class EnvPool:
                     raise WorkerError(f"{link.name} failed with\n{message.error}")
                 assert isinstance(message, kind)
                 received[position] = message
-                self.busy_s += time.monotonic() - started
+                self._answered[position] = now = time.monotonic()
+                self.busy_s += now - started
         return dict(sorted(received.items()))
 
     def _lost(self, link: _Link) -> WorkerError:

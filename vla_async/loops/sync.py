@@ -34,6 +34,7 @@ from vla_async.monitor import metric_table as names
 from vla_async.monitor.metric import Metric
 from vla_async.monitor.metrics import Meter
 from vla_async.monitor.process_memory import own_mib
+from vla_async.monitor.timeline_run import WORKER
 from vla_async.monitor.timeline_track import Kind
 from vla_async.rng import fold
 from vla_async.strategies.size_weighted import SizeWeighted
@@ -129,6 +130,8 @@ class SyncFitLoop(Loop):
         """Start the envs."""
         self.shuffle_by(fold(trainer.seed, "shuffle"))
         self._pool = EnvPool(trainer.env, timeout_s=self.env_timeout_s)
+        tracks = [trainer.timeline.track(WORKER, number) for number in range(len(self._pool.pids))]
+        self._pool.tracks = [track for track in tracks if track is not None]
         return self._pool.spec
 
     def shuffle_by(self, seed: int) -> None:
