@@ -145,7 +145,9 @@ def test_the_synchronous_loop_shows_the_trainer_rolling_out_and_training_by_turn
     assert sorted({slice.lane for slice in run.slices}) == [*LANES[:3], "trainer rank 0"]
     rollouts = run.of("trainer rank 0", "roll out")
     for worker in LANES[:3]:
-        assert sum(slice.args["env_steps"] for slice in run.of(worker, "env steps")) == 2 * 3 * 2
+        executed = [slice.args["env_steps"] for slice in run.of(worker, "env steps")]
+        assert len(executed) == 2 * 3
+        assert all(1 <= steps <= 2 for steps in executed)
         busy = run.of(worker)
         assert all(any(r.start_s <= slice.start_s and slice.end_s <= r.end_s for r in rollouts) for slice in busy)
     names = Counter(slice.name for slice in run.of("trainer rank 0"))
