@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,10 +151,8 @@ def _plain_line(line: _Line, data: ChartData, colour: int, dash: str) -> dict[st
 def _heat_cards(chart: HeatMap, data: ChartData) -> Iterator[Card]:
     for index, run in enumerate(data.runs):
         matching = run.source(chart.source).matching(chart.rows)
-        rows = [(labels[chart.free], name) for name, labels in matching.items() if labels[chart.free]]
-        if chart.free != "task":
-            rows.sort(key=lambda row: int(row[0]))
-        if not rows:
+        names = {labels[chart.free]: name for name, labels in matching.items() if labels[chart.free]}
+        if not names:
             continue
         overlay, legend = [], []
         for place, series in enumerate(chart.overlay):
@@ -165,15 +162,18 @@ def _heat_cards(chart: HeatMap, data: ChartData) -> Iterator[Card]:
         spec: dict[str, Any] = {"kind": "heat", "run": index, "source": chart.source, "overlay": overlay}
         spec |= {"unit": chart.free, "gaps": None if chart.free == "task" else 0}
         spec["rows"] = [
-            {"label": label, "at": _place(chart, label, place), "z": data.add(index, chart.source, name)}
-            for place, (label, name) in enumerate(rows)
+            {"label": label, "at": at, "z": data.add(index, chart.source, names[label]) if label in names else None}
+            for label, at in _places(chart, names)
         ]
         title = f"{chart.title}: {run.label}" if len(data.runs) > 1 else chart.title
         yield Card(title, chart.about, spec, legend, ramp=True)
 
 
-def _place(chart: HeatMap, label: str, place: int) -> float:
-    """Where a row lies on the vertical axis."""
+def _places(chart: HeatMap, labels: Iterable[str]) -> list[tuple[str, int]]:
+    """The rows of a map and where they lie, with those between them that were never logged."""
     if chart.free == "task":
-        return place
-    return math.log2(int(label)) if chart.doubling else int(label)
+        return [(label, place) for place, label in enumerate(sorted(labels))]
+    largest = max(map(int, labels))
+    if chart.doubling:
+        return [(str(2**place), place) for place in range(largest.bit_length())]
+    return [(str(place), place) for place in range(largest + 1)]

@@ -100,7 +100,9 @@ def _throughput(run: RunData) -> Figure:
 
 def _trained(run: RunData) -> Figure:
     steps, episodes = run.last(m.ENV_STEPS), run.last(m.EPISODES)
-    updates = number_text(run.updates[-1].get(m.STEP, len(run.updates))) if run.updates else "0"
+    updates = number_text(run.updates[-1].get(m.STEP, len(run.updates))) if run.updates else NOTHING
+    if not steps > 0:
+        return Figure("Trained on", updates, "optimizer steps on demonstrations" if run.updates else "")
     episodes_text = f", {number_text(episodes)} episodes" if episodes > 0 else ""
     return Figure("Trained on", number_text(steps), f"env steps; {updates} updates{episodes_text}")
 

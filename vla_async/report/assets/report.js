@@ -95,7 +95,7 @@
   function heat_traces(chart) {
     if (hidden.has(chart.run)) return [];
     const x = horizontal(chart.run, chart.source, axis);
-    const rows = chart.rows.map((row) => column(chart.run, chart.source, row.z));
+    const rows = chart.rows.map((row) => (row.z === null ? x.map(() => null) : column(chart.run, chart.source, row.z)));
     const z = rows.map((row) => row.map((value, at) => value ?? (rows.some((other) => other[at] !== null) ? chart.gaps : null)));
     const what = { age: "%{customdata} updates old", rows: "up to %{customdata} rows", task: "%{customdata}" }[chart.unit];
     const map = {
