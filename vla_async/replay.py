@@ -148,7 +148,8 @@ class Replay:
     def _look(self, recorded: dict[str, Tensor], observation: dict[str, Tensor], when: str) -> None:
         for name, leaf in recorded.items():
             kind = _PICTURES if leaf.dtype == torch.uint8 else "observation "
-            self.comparison.look(f"{kind}{name}", leaf, observation[name][self.row], when)
+            seen = observation[name][self.row] if name in observation else torch.zeros(0)
+            self.comparison.look(f"{kind}{name}", leaf, seen, when)
 
     def _compare_outcome(self, number: int, result: ChunkStep, when: str) -> None:
         """Compare what a decision led to."""

@@ -84,8 +84,8 @@ class AsyncTrainer:
             refuse it if that is more than is free.
         timeline: let ``fit`` write ``timeline.json``, which shows in Perfetto or chrome://tracing who does what, when: of
             all steps if true, or of those in ``[first, last]``, the first of all being 1. See docs/profiling.md.
-        callbacks: in addition to Checkpoint, Progress and SuccessPlot, which are always there; an instance given here
-            takes the place of the default one.
+        callbacks: in addition to Checkpoint, Progress, SuccessPlot and TrajectoryRecorder, which are always there; an
+            instance given here takes the place of the default one.
         loggers: in addition to metrics.csv, which is always written.
     """
 

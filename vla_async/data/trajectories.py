@@ -75,7 +75,7 @@ class Trajectory:
             episode: how it ended.
             info: the rest of what the file says.
         """
-        decisions = TensorDict(batch_size=[len(leaves[keys.EXECUTED])])
+        decisions = TensorDict({}, batch_size=[len(leaves[keys.EXECUTED])])
         for key, leaf in leaves.items():
             decisions.set(key, leaf)
         decisions.set(keys.REWARD, leaves[keys.STEP_REWARDS].sum(-1, keepdim=True))
@@ -153,7 +153,7 @@ class Trajectory:
         try:
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-            reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error).splitlines()[0]
+            reason = "there is no such file" if isinstance(error, FileNotFoundError) else f"{error}".partition("\n")[0]
             raise ValueError(f"{path} cannot be read as a trajectory: {reason}") from error
         found = content.get("format") if isinstance(content, dict) else None
         if found != FORMAT:

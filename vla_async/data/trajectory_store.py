@@ -121,6 +121,7 @@ class TrajectoryStore:
         self._writer.shutdown(cancel_futures=drop)
         if dropped := sum(job.cancelled() for job in self._jobs):
             self.skipped["the run was cut short"] += dropped
+        self._jobs = []
 
     def _write(self, trajectory: Trajectory, pictures: Sequence[Tensor], size: int) -> None:
         try:
