@@ -15,6 +15,7 @@ _BY_TIME, _PER_S = "share of the time", "sum over time"
 _ELEMENTS = "mean over valid loss elements"
 _EPISODES = "mean over episodes"
 _RANK_0 = "at the end, rank 0"
+_INTERVAL = "Wilson's 95 % interval"
 
 # ---------------------------------------------------------------------- how far the run is: the x axes
 
@@ -32,11 +33,19 @@ ROLLOUT_SUCCESS_AT_END = Family("rollout/success_at_end[/<task>]", "share", _EPI
 ROLLOUT_RETURN = Family("rollout/return[/<task>]", "reward", _EPISODES, "Undiscounted return of a training episode.")
 ROLLOUT_LENGTH = Family("rollout/episode_env_steps[/<task>]", "env steps", _EPISODES, "Length of a training episode.")
 SUCCESS_ONCE = Family("<split>/success_once[/<task>]", "share", _EPISODES, "Success at any env step, on held-out seeds.")
-SUCCESS_ONCE_LOW = Family("<split>/success_once_low[/<task>]", "share", "95 % interval", "Wilson's lower end of it.")
-SUCCESS_ONCE_HIGH = Family("<split>/success_once_high[/<task>]", "share", "95 % interval", "Wilson's upper end of it.")
+SUCCESS_ONCE_LOW = Family(
+    "<split>/success_once_low[/<task>]", "share", _INTERVAL, "Lower end of the interval of success_once."
+)
+SUCCESS_ONCE_HIGH = Family(
+    "<split>/success_once_high[/<task>]", "share", _INTERVAL, "Upper end of the interval of success_once."
+)
 SUCCESS_AT_END = Family("<split>/success_at_end[/<task>]", "share", _EPISODES, "Success at the last env step.")
-SUCCESS_AT_END_LOW = Family("<split>/success_at_end_low[/<task>]", "share", "95 % interval", "Wilson's lower end of it.")
-SUCCESS_AT_END_HIGH = Family("<split>/success_at_end_high[/<task>]", "share", "95 % interval", "Wilson's upper end of it.")
+SUCCESS_AT_END_LOW = Family(
+    "<split>/success_at_end_low[/<task>]", "share", _INTERVAL, "Lower end of the interval of success_at_end."
+)
+SUCCESS_AT_END_HIGH = Family(
+    "<split>/success_at_end_high[/<task>]", "share", _INTERVAL, "Upper end of the interval of success_at_end."
+)
 EVALUATED_EPISODES = Family("<split>/episodes[/<task>]", "episodes", "sum", "Episodes that the rates rest on.")
 EVALUATED_RETURN = Family("<split>/return", "reward", _EPISODES, "Undiscounted return of an evaluated episode.")
 EVALUATED_LENGTH = Family("<split>/episode_env_steps", "env steps", _EPISODES, "Length of an evaluated episode.")
@@ -67,7 +76,7 @@ WORKER_NO_SLOT = Metric(
 )
 WORKER_RESTARTS = Metric("worker/restarts", "processes", _SINCE, "Env workers that were replaced.")
 REPLICA_IDLE = Metric(
-    "replica/idle_share", "share", _BY_TIME, "Replicas did not compute: they had no request, or waited on."
+    "replica/idle_share", "share", _BY_TIME, "Replicas did not compute: no request had come, or it waits for others."
 )
 TRAINER_IDLE = Metric("trainer/idle_share", "share", _BY_TIME, "The trainer had nothing to train on.")
 
@@ -79,6 +88,7 @@ IN_FLIGHT = Metric("queue/in_flight", "trajectories", _LAST, "Finished and taken
 CUT = Metric("queue/cut", "trajectories", _SINCE, "Ended early, as they would have become too old.")
 DROPPED = Family("queue/dropped/<reason>", "trajectories", _SINCE, "Thrown away, for that reason.")
 WAITING = Metric("queue/waiting", "trajectories", _LAST, "Finished and not handed out yet.")
+SLOTS = Metric("queue/slots", "slots", _LAST, "Slots in circulation; lowering η takes some out of it.")
 OCCUPIED = Metric("queue/occupied_share", "share", "mean over hand-outs", "Slots in circulation that are not free.")
 
 # ---------------------------------------------------------------------- how requests are batched
@@ -166,7 +176,7 @@ TABLE: dict[str, tuple[Metric | Family, ...]] = {
         LAST_ARRIVAL_TO_STEP_S,
     ),
     "Who waits for whom": (WORKER_IDLE, WORKER_NO_SLOT, WORKER_RESTARTS, REPLICA_IDLE, TRAINER_IDLE),
-    "What becomes of trajectories": (PRODUCED, CONSUMED, IN_FLIGHT, CUT, DROPPED, WAITING, OCCUPIED),
+    "What becomes of trajectories": (PRODUCED, CONSUMED, IN_FLIGHT, CUT, DROPPED, WAITING, SLOTS, OCCUPIED),
     "How requests are batched": (
         *(BATCH_MEAN, BATCH_LIMIT, BATCH_SHARE, REQUEST_WAIT_P50, REQUEST_WAIT_P95, REQUEST_WAIT_P99),
         *(FORWARD_P50, FORWARD_P95),
