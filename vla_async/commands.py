@@ -35,6 +35,7 @@ class Command(NamedTuple):
 
 FUNCTIONS = {
     "ablate": Command("vla_async.ablation:ablate", "run fit with one level of asynchrony after the other, and compare them"),
+    "report": Command("vla_async.report.command:report", "make a page of what runs did, or compare them"),
     "profile": Command("vla_async.profiling:profile", "run a few updates of fit, and show where their time goes"),
     "export": Command("vla_async.export:export", "write a policy in the layout of its public release"),
     "replay": Command("vla_async.replay:replay", "play a saved episode again, and compare"),
