@@ -105,8 +105,13 @@ def test_every_update_of_a_streaming_run_logs_the_same(streamed: tuple[AsyncTrai
 
 def test_what_is_logged_of_an_update_is_of_that_update(streamed: tuple[AsyncTrainer, Logged]) -> None:
     _, logged = streamed
-    for step in logged.steps:
+    batched = [step for step in logged.steps if not math.isnan(step["batch_size/mean"])]  # else all of it waited before
+    assert batched
+    for step in batched:
         assert sum(value for name, value in step.items() if name.startswith("batch_size/share_")) == pytest.approx(1.0)
+        assert 1.0 <= step["batch_size/mean"] <= step["batch_size/limit"]
+        assert 0.0 < step["request_wait_s/p50"] <= step["request_wait_s/p95"] <= step["request_wait_s/p99"]
+    for step in logged.steps:
         assert sum(value for name, value in step.items() if name.startswith("staleness/share_")) == pytest.approx(1.0)
         assert 0.0 <= step["queue/occupied_share"] <= 1.0
         assert 0.0 <= step["worker/no_slot_share"] <= 1.0
