@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from vla_async.monitor.environment import write_environment
-
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -18,7 +16,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDirectory:
-        """Make a new directory that no other run owns, with what this machine is in environment.json.
+        """Make a new directory that no other run owns.
 
         Raises:
             RuntimeError: if it cannot be written.
@@ -32,7 +30,6 @@ class RunDirectory:
                 continue
             except OSError as error:
                 raise RuntimeError(f"trainer.root_dir={str(root)!r} cannot be written to: {error}") from error
-            write_environment(path)
             return cls(path)
         raise RuntimeError(f"{root / name} has a thousand runs of this very second")
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from vla_async.monitor import environment as module
-from vla_async.monitor.environment import environment, nvidia_driver, usable_cores
-from vla_async.run_directory import RunDirectory
+from vla_async.monitor.environment import environment, nvidia_driver, usable_cores, write_environment
 
 
-def test_every_run_directory_says_what_it_ran_on(tmp_path: Path) -> None:
+def test_it_says_what_a_run_ran_on(tmp_path: Path) -> None:
     """Whoever compares two runs looks here first; a missing version or core count would be guessed."""
-    found = json.loads((RunDirectory.create(tmp_path, "name").path / "environment.json").read_text())
+    write_environment(tmp_path)
+    found = json.loads((tmp_path / "environment.json").read_text())
     assert found == environment()
     assert found["python"] == platform.python_version()
     assert found["packages"]["torch"] == metadata.version("torch")
