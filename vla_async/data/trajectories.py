@@ -26,6 +26,7 @@ import io
 import math
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,11 +151,14 @@ class Trajectory:
         Raises:
             ValueError: if it is no trajectory.
         """
+        if not path.is_file():
+            raise ValueError(f"{path}: there is no such file")
         try:
+            if not zipfile.is_zipfile(path):
+                raise RuntimeError("torch.save writes other files")
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-            reason = "there is no such file" if isinstance(error, FileNotFoundError) else f"{error}".partition("\n")[0]
-            raise ValueError(f"{path} cannot be read as a trajectory: {reason}") from error
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} cannot be read as a trajectory: {error}") from error
         found = content.get("format") if isinstance(content, dict) else None
         if found != FORMAT:
             raise ValueError(f"{path} is no saved trajectory: its format is {found!r}, but {FORMAT!r} is expected")
