@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -18,6 +19,16 @@ def test_every_run_has_a_directory_of_its_own(tmp_path: Path) -> None:
     assert runs[0].checkpoints == runs[0].path / "checkpoints"
     assert runs[0].videos == runs[0].path / "videos"
     assert runs[0].trajectories == runs[0].path / "trajectories"
+
+
+def test_a_run_says_what_ran_and_on_what(tmp_path: Path) -> None:
+    """Without its configuration or its versions, nobody can repeat it."""
+    run = RunDirectory.create(tmp_path, "name")
+    run.describe(None)
+    assert json.loads((run.path / "environment.json").read_text())["vla_async"]
+    assert not (run.path / "config.yaml").exists()
+    run.describe("trainer: {}\n")
+    assert (run.path / "config.yaml").read_text() == "trainer: {}\n"
 
 
 def test_a_root_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from vla_async.monitor.environment import write_environment
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -32,6 +34,12 @@ class RunDirectory:
                 raise RuntimeError(f"trainer.root_dir={str(root)!r} cannot be written to: {error}") from error
             return cls(path)
         raise RuntimeError(f"{root / name} has a thousand runs of this very second")
+
+    def describe(self, config_text: str | None) -> None:
+        """Write what ran, if that is known, and what it ran on."""
+        write_environment(self.path)
+        if config_text is not None:
+            (self.path / "config.yaml").write_text(config_text)
 
     @property
     def checkpoints(self) -> Path:

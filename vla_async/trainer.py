@@ -39,7 +39,6 @@ from vla_async.loops.sync import SyncFitLoop
 from vla_async.loops.validation import Validation, evaluate_in_turn, make_validation
 from vla_async.memory import report_memory
 from vla_async.monitor import metric_table as names
-from vla_async.monitor.environment import write_environment
 from vla_async.monitor.timeline_run import Timeline
 from vla_async.objectives.base import Objective
 from vla_async.policies.base import VLAPolicy
@@ -238,9 +237,7 @@ class AsyncTrainer:
             self.callbacks, self.loggers, self.val_every_n_steps, self.validation = [], [], 0, Validation()
         self.fabric = make_fabric(self.accelerator, self.device, self.precision, directory, self.loggers, ranks)
         if directory is not None:
-            write_environment(directory)
-            if self.config_text is not None:
-                (directory / "config.yaml").write_text(self.config_text)
+            self.run.describe(self.config_text)
         lightning.seed_everything(self.seed, verbose=False)
 
     def _train(self, loop: Loop, policy: VLAPolicy, env: EnvFactory, ckpt_path: str | None) -> None:

@@ -175,7 +175,7 @@ def _change(run: RunData, rates: list[Rate], where: str) -> Iterator[Finding]:
         )
         yield Finding("problem", text, "the last validation's interval lies below the best one's")
     if first.high < last.low:
-        text = f"Success{where} improved from {first} to {last} in {last.env_steps - first.env_steps:,.0f} env steps."
+        text = f"Success{where} improved from {first} to {last}, after {last.env_steps:,.0f} env steps."
         yield Finding("good", text, "the last validation's interval lies above the first one's")
     elif not where and last.high - last.low >= WIDE:
         enough = math.ceil((2 * 1.96 / WIDE) ** 2 / 4 / 10) * 10  # width 2 z sqrt(p (1 - p) / n) at p = 1/2

@@ -41,6 +41,7 @@ BUSY = 0.15  # who waits for less than this share of the time could hardly do mo
 WAITS = 0.25  # who waits for more could do a third more, 1 / (1 - 0.25), which is worth a change
 SMALL_BATCH = 0.25  # of the largest batch: per row, most of the fixed cost of a forward pass is then wasted
 LONG_PUBLISH = 0.1  # of an update: more than measuring one run twice tells apart
+LONG_PUBLISH_S = 0.05  # what it takes to wake all replicas, which no setting changes, is shorter
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,15 @@ class Shares:
         trainer, idle = share(lines, TRAINER_IDLE), share(lines, WORKER_IDLE)
         if math.isnan(trainer) or math.isnan(idle) or values(lines, ROLLOUT_S):
             return None
+        trainer, idle, replicas = map(_part, (trainer, idle, share(lines, REPLICA_IDLE)))
         slots = share(lines, WORKER_NO_SLOT)
         slots = 0.0 if math.isnan(slots) else min(slots, idle)
-        return cls(trainer, share(lines, REPLICA_IDLE), 1.0 - idle, slots, idle - slots)
+        return cls(trainer, replicas, 1.0 - idle, slots, idle - slots)
+
+
+def _part(share: float) -> float:
+    """A share as a part of the whole: what goes on while nobody measures the time can bring it beyond."""
+    return share if math.isnan(share) else min(1.0, max(0.0, share))
 
 
 def too_short(run: RunData) -> Iterator[Finding]:
@@ -212,13 +219,14 @@ def publishing(run: RunData) -> Iterator[Finding]:
     """Handing over weights that takes a good part of the update."""
     lines = settled(run)
     publish, update = mean(values(lines, PUBLISH_S)), mean(values(lines, UPDATE_S))
-    if publish >= LONG_PUBLISH * update:
+    if publish >= max(LONG_PUBLISH * update, LONG_PUBLISH_S):
         text = (
             f"Handing the weights to the replicas takes {seconds(publish)}, {percent(publish / update)} of an update. "
             f"Larger updates ({named(run, 'fit_loop.fragments_per_update')}) do it less often; with model.lora or "
             "model.freeze, where the policy has them, there is less to hand over."
         )
-        yield Finding("problem", text, f"{PUBLISH_S} >= {percent(LONG_PUBLISH)} of {UPDATE_S}")
+        rule = f"{PUBLISH_S} >= {percent(LONG_PUBLISH)} of {UPDATE_S}, and >= {seconds(LONG_PUBLISH_S)}"
+        yield Finding("problem", text, rule)
 
 
 PACE_RULES = (too_short, bottleneck, turns, batches, publishing)
