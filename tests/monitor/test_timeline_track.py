@@ -18,11 +18,11 @@ def test_records_come_back_once_and_in_order_round_after_round() -> None:
     for turn in range(5):
         for number in range(3):
             writer.add(Kind.FORWARD, turn + 0.25, turn + 0.5, number, 10 * turn, -1)
-        found = reader.drain()
-        assert [(r.start, r.end, r.kind, r.args) for r in found] == [
-            (turn + 0.25, turn + 0.5, Kind.FORWARD, (number, 10 * turn, -1)) for number in range(3)
+        assert reader.drain(since=-1.0) == [
+            ((turn + 1) * 10**9 + 250_000_000, (turn + 1) * 10**9 + 500_000_000, Kind.FORWARD, (number, 10 * turn, -1))
+            for number in range(3)
         ]
-    assert reader.drain() == []
+    assert reader.drain(since=-1.0) == []
     assert reader.newly_lost() == 0
 
 
@@ -33,9 +33,9 @@ def test_what_finds_no_room_is_counted_and_what_was_recorded_before_stays() -> N
         track.add(Kind.NO_SLOT, 0.0, 1.0, number)
     assert track.newly_lost() == 3
     assert track.newly_lost() == 0
-    assert [record.args[0] for record in track.drain()] == [0, 1, 2, 3]
+    assert [record.args[0] for record in track.drain(0.0)] == [0, 1, 2, 3]
     track.add(Kind.NO_SLOT, 0.0, 1.0, 7)
-    assert [record.args[0] for record in track.drain()] == [7]
+    assert [record.args[0] for record in track.drain(0.0)] == [7]
     assert track.newly_lost() == 0
 
 
@@ -43,5 +43,5 @@ def test_only_what_is_wanted_is_recorded() -> None:
     track = recording()
     track.is_on = False
     track.add(Kind.SWAP, 0.0, 1.0, 1)
-    assert track.drain() == []
+    assert track.drain(0.0) == []
     assert track.newly_lost() == 0

@@ -14,7 +14,8 @@ from vla_async.monitor.timeline_track import LOOKS, Kind
 
 STEPPING, RESETTING, NO_SLOT, NO_DECISION = "stepping", "resetting", "waiting for slots", "waiting for decisions"
 FORWARD, SWAPPING, IDLE = "deciding", "swapping weights", "idle"
-NO_DATA, NO_ENVS, TRAINING = "waiting for trajectories", "waiting for envs", "forward and backward"
+NO_DATA, NO_ENVS = "waiting for trajectories", "waiting for envs"
+TRAINING = PREPARING, GRADIENTS, OPTIMIZER = "preparing", "forward and backward", "optimizer step"
 _ENOUGH = 0.1  # of its time that a trainer may wait without anybody holding it up
 
 
@@ -35,10 +36,10 @@ _ROLES = {
             Kind.WAIT: NO_DATA,
             Kind.DECIDE: FORWARD,
             Kind.ENVS: NO_ENVS,
-            Kind.READ: "preparing",
-            Kind.PREPARE: "preparing",
-            Kind.MICRO_BATCH: TRAINING,
-            Kind.OPTIMIZER: "optimizer step",
+            Kind.READ: PREPARING,
+            Kind.PREPARE: PREPARING,
+            Kind.MICRO_BATCH: GRADIENTS,
+            Kind.OPTIMIZER: OPTIMIZER,
             Kind.MEET: "waiting for other ranks",
             Kind.PUBLISH: "publishing",
             Kind.VALIDATE: "validating",
@@ -90,7 +91,7 @@ class TimeUse:
         if workers is None or replicas is None:
             return (
                 f"Rollouts and training take turns: of an update, the envs take {trainer.share(NO_ENVS):.0%}, decisions "
-                f"{trainer.share(FORWARD):.0%} and training {trainer.share(TRAINING):.0%}."
+                f"{trainer.share(FORWARD):.0%} and training {trainer.share(*TRAINING):.0%}."
             )
         waits, stepping = trainer.share(NO_DATA), workers.share(STEPPING, RESETTING)
         deciding = replicas.share(FORWARD, SWAPPING)

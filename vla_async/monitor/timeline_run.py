@@ -16,7 +16,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from vla_async.monitor.timeline import FILE, TRAINER
 from vla_async.monitor.timeline_file import TraceFile, event
-from vla_async.monitor.timeline_track import LOOKS, Kind, Record, Track, clock
+from vla_async.monitor.timeline_track import LOOKS, Kind, Look, Record, Track, clock
 from vla_async.monitor.torch_trace import TorchTrace
 
 if TYPE_CHECKING:
@@ -205,14 +205,11 @@ class Timeline:
         events, self._pending = self._pending, []
         ends: list[_End] = []
         for lane in self._lanes:
-            for record in lane.track.drain():
-                start, end = (max(0, round((time - self._origin) * 1e9)) for time in (record.start, record.end))
-                if record.kind == Kind.FINISHED:
-                    ends.append(_End(end, False, record.args[0], lane, end - min(1000, (end - start) // 2)))
-                elif record.kind == Kind.TAKEN:
-                    ends.append(_End(end, True, record.args[0], lane, (start + end) // 2))
+            for record in lane.track.drain(self._origin):
+                if record.kind in (Kind.FINISHED, Kind.TAKEN):
+                    ends.append(_end(lane, record))
                 else:
-                    events.append(_slice(lane, record, start, end))
+                    events.append(_slice(lane, record))
             if lost := lane.track.newly_lost():
                 self._lost += lost
                 ts = round((clock() - self._origin) * 1e6, 3)
@@ -238,12 +235,24 @@ class Timeline:
         return arrows
 
 
-def _slice(lane: _Lane, record: Record, start: int, end: int) -> str:
-    """The JSON of a slice, from one nanosecond to another. By hand, for there are many of them."""
-    look = LOOKS[record.kind]
-    name = f"{look.name} {record.args[0]}" if record.kind == Kind.STEP else look.name
-    args = ",".join([f'"{key}":{value}' for key, value in zip(look.args, record.args, strict=False)])
-    return (
-        f'{{"ph":"X","name":"{name}","pid":{lane.pid},"tid":{lane.tid},"ts":{start // 1000}.{start % 1000:03d},'
-        f'"dur":{(end - start) // 1000}.{(end - start) % 1000:03d},"args":{{{args}}}}}'
-    )
+def _end(lane: _Lane, record: Record) -> _End:
+    """Where an arrow begins, just before its slice ends, or where one ends, in the middle of its slice."""
+    half = (record.end - record.start) // 2
+    is_taken = record.kind == Kind.TAKEN
+    return _End(record.end, is_taken, record.args[0], lane, record.end - (half if is_taken else min(1000, half)))
+
+
+def _slice(lane: _Lane, record: Record) -> str:
+    """The JSON of a slice. By hand, for there are many of them."""
+    start, took, args = record.start, record.end - record.start, record.args[: len(LOOKS[record.kind].args)]
+    times = (start // 1000, start % 1000, took // 1000, took % 1000)
+    text = _SLICES[record.kind] % (lane.pid, lane.tid, *times, *args)
+    return text.replace('"step"', f'"step {args[0]}"', 1) if record.kind == Kind.STEP else text
+
+
+def _template(look: Look) -> str:
+    args = ",".join(f'"{name}":%d' for name in look.args)
+    return f'{{"ph":"X","name":"{look.name}","pid":%d,"tid":%d,"ts":%d.%03d,"dur":%d.%03d,"args":{{{args}}}}}'
+
+
+_SLICES = {kind: _template(look) for kind, look in LOOKS.items()}

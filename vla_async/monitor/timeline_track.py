@@ -6,6 +6,7 @@ import time
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -79,14 +80,14 @@ class Record(NamedTuple):
     """One thing that was done.
 
     Attributes:
-        start: when it began, on the clock of all processes, in seconds.
+        start: when it began, in nanoseconds since some moment that the reader has chosen; 0 if it began before.
         end: when it was over.
         kind: what it was.
         args: what else is known of it; how many count, the kind knows.
     """
 
-    start: float
-    end: float
+    start: int
+    end: int
     kind: Kind
     args: tuple[int, ...]
 
@@ -146,11 +147,12 @@ class Track:
             values[at] = arg
         written[_HEAD] = head + 1  # last, for from here on it may be read
 
-    def drain(self) -> list[Record]:
-        """What was recorded since the last call; the writer has the room again."""
+    def drain(self, since: float) -> list[Record]:
+        """What was recorded since the last call, with times counted from ``since``; the writer has the room again."""
         head, tail = self._written[_HEAD], self._read[_TAIL]
         places = [number % self._capacity for number in range(tail, head)]
-        times, values = (array[places].tolist() for array in self._arrays)
+        times = np.rint((self._arrays[0][places] - since) * 1e9).astype(np.int64).clip(0).tolist()
+        values = self._arrays[1][places].tolist()
         self._read[_TAIL] = head
         return [
             Record(start, end, _KINDS[kind], tuple(args)) for (start, end), (kind, *args) in zip(times, values, strict=True)
