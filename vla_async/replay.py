@@ -10,6 +10,7 @@ import argparse
 import math
 import os
 import sys
+import warnings
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -197,13 +198,14 @@ def replay(args: Sequence[str]) -> int:
     print(f"{options.file}: {info['task']}, {info['split']} seed {info['seed']}, policy version {info['policy_version']}")
     _tell_versions(info.get("versions", {}))
     factory.check()
-    env = factory.make(info["env_index"], render=True)
-    try:
-        draws = _can_draw(env)
-        played = Replay(trajectory, env, draws, options.tolerance)
-        played.run()
-    finally:
-        env.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the simulators' own, as in an env worker
+        env = factory.make(info["env_index"], render=True)
+        try:
+            played = Replay(trajectory, env, _can_draw(env), options.tolerance)
+            played.run()
+        finally:
+            env.close()
     played.comparison.table().print()
     if played.frames:
         path = options.video or options.file.with_name(f"{options.file.stem}_replay.mp4")
