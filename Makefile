@@ -25,6 +25,7 @@ demo: setup
 	$(VENV_PYTHON) examples/demo.py
 
 test: setup
+	@$(VENV_PYTHON) -S scripts/browser.py
 	$(VENV_PYTHON) -m pytest
 
 parity: setup

@@ -132,7 +132,7 @@ def _update_section(runs: Sequence[SampledRun]) -> SectionPart:
         if card is not None:
             title = f"{card.title}: {run.label}" if len(runs) > 1 else card.title
             made.append(Card(title, card.about, card.spec, card.legend, card.note))
-    missing = [] if made else ["One update (record it with --trainer.timeline true)"]
+    missing = [] if made else ["who did what, when (record it with --trainer.timeline true)"]
     return SectionPart("update", "One update", about, made, missing)
 
 

@@ -16,6 +16,7 @@ from vla_async.refusals import ConfigError
 
 METRICS = "metrics.csv"
 Line = dict[str, float]  # a line of metrics.csv: name to value, empty cells left out
+_BEGINNING: Line = {"env_steps": 0.0, "episodes": 0.0, "elapsed_s": 0.0}  # of an evaluation before the first update
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,7 @@ def read_run(path: Path) -> RunData:
     return RunData(
         path=path,
         updates=[line for line in lines if "lr" in line],
-        evaluations=[
-            line
-            for line in lines
-            if any(name.endswith("/success_once") and not name.startswith("rollout/") for name in line)
-        ],
+        evaluations=[_BEGINNING | line if line.get("step") == 0 else line for line in lines if _is_evaluation(line)],
         config=_parsed(path / "config.yaml", config_text, yaml.safe_load, yaml.YAMLError),
         config_text=config_text,
         environment=_parsed(path / "environment.json", _text(path / "environment.json"), json.loads, ValueError),
@@ -116,6 +113,10 @@ def read_run(path: Path) -> RunData:
         videos=sorted((path / "videos").glob("*.mp4")),
         trajectories=sorted((path / "trajectories").glob("**/*.pt")),
     )
+
+
+def _is_evaluation(line: Line) -> bool:
+    return any(name.endswith("/success_once") and not name.startswith("rollout/") for name in line)
 
 
 def _read_metrics(path: Path) -> list[Line]:

@@ -6,7 +6,8 @@
   const plots = [...document.querySelectorAll(".plot")];
   const hidden = new Set(); // runs that the reader has switched off
   const AXES = { env_steps: "env steps", elapsed_s: "training time", step: "updates" };
-  const FEW = 40; // points; as many are marked, and of more a running mean is drawn
+  const FEW = 40; // points; of more a running mean is drawn
+  const LONELY = 5; // points, which a line alone would hardly show
   let axis = model.x;
   let turn = 0; // of drawing: a newer one stops an older one
 
@@ -82,7 +83,7 @@
       traces.push({
         ...base,
         y: is_smooth ? running_mean(y) : y,
-        mode: y.length <= FEW ? "lines+markers" : "lines",
+        mode: (evaluated && y.length <= FEW) || y.length <= LONELY ? "lines+markers" : "lines",
         marker: { size: evaluated ? 7 : 4, color: tone },
         line,
         hovertemplate: hover(line_label(series), unit),
@@ -140,11 +141,11 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", barmode: "overlay",
       dragmode: touch ? false : "zoom",
       hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { ...font, color: colour("--text") }, namelength: -1 },
-      xaxis: { ...lines, title: { text: title, standoff: 6 }, exponentformat: "SI", fixedrange: touch, nticks: width < 420 ? 5 : 8, showgrid: false },
+      xaxis: { ...lines, title: { text: title, standoff: 6 }, exponentformat: "SI", fixedrange: touch, nticks: width < 420 ? 5 : 8, showgrid: false, zeroline: false },
       yaxis: { ...lines, fixedrange: true, nticks: 6 },
     };
     if (chart.kind === "lines") Object.assign(whole.yaxis, UNITS[chart.unit].axis, chart.whole ? { range: [-0.02, 1.03] } : {});
-    if (chart.kind === "lines" && ["rate", "mib"].includes(chart.unit)) whole.yaxis.rangemode = "tozero";
+    if (chart.kind === "lines" && ["rate", "mib", "updates"].includes(chart.unit)) whole.yaxis.rangemode = "tozero";
     if (chart.kind === "heat") {
       whole.hovermode = "closest";
       const apart = Math.max(1, Math.ceil(chart.rows.length / 10));
