@@ -30,7 +30,8 @@ class FakeTrainer:
         self.state: Any = SimpleNamespace(stage=self.stage, counters=Counters())
         self.run = SimpleNamespace(path=self.path)
         self.origin: Path | None = None
-        self.sft_loop = SimpleNamespace(max_steps=8)
+        self.fit_loop = SimpleNamespace(live=lambda trainer: {})
+        self.sft_loop = SimpleNamespace(max_steps=8, live=lambda trainer: {})
         self.validation = SimpleNamespace(note="", save=lambda trainer, name: trainer.save_checkpoint(name))
 
     def save_checkpoint(self, name: str, finished_step: bool = False) -> Path:

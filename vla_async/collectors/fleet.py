@@ -283,7 +283,8 @@ class Fleet:
     @property
     def restarts(self) -> int:
         """How many workers have been replaced."""
-        return 0 if self._supervisor is None else self._supervisor.restarts
+        supervisor = self._supervisor  # which another thread may end meanwhile
+        return 0 if supervisor is None else supervisor.restarts
 
     def close(self, grace_s: float = 0.7) -> None:
         """End all processes: ask, then after ``grace_s`` seconds kill. Harmless if called again."""

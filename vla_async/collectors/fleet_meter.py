@@ -25,6 +25,7 @@ class FleetMeter:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._occupied = fleet, list[float]()
         self._busy, self._waiting, self._totals = self._now()
+        self._env_steps = int(fleet.board.env_steps.sum())
 
     def _now(self) -> tuple[float, float, Totals]:
         """Seconds that all workers have been busy, and without a slot; and what the replicas have counted."""
@@ -33,9 +34,34 @@ class FleetMeter:
 
     def look(self) -> None:
         """Note how many of the slots are occupied."""
+        self._occupied.append(self._slots()[1])
+
+    def _slots(self) -> tuple[int, float]:
+        """How many slots are in circulation, and the share of them that is not free."""
         states = np.bincount(self._fleet.board.state, minlength=len(SlotState)).tolist()
         circulating = sum(states) - states[SlotState.WITHHELD]
-        self._occupied.append(1.0 - states[SlotState.FREE] / circulating)
+        return circulating, 1.0 - states[SlotState.FREE] / circulating
+
+    def live(self, took: float) -> dict[Metric, float]:
+        """Of the metrics, those that cost next to nothing, so far; slots as they are now. Any thread may ask."""
+        busy, waiting, totals = self._now()
+        env_steps = int(self._fleet.board.env_steps.sum()) - self._env_steps
+        return {
+            **self._shares(took, busy - self._busy, waiting - self._waiting, totals - self._totals),
+            names.OCCUPIED: self._slots()[1],
+            names.ENV_STEPS_PER_S: env_steps / took,  # executed: what will have been taken is not known yet
+        }
+
+    def _shares(self, took: float, busy: float, waiting: float, counted: Totals) -> dict[Metric, float]:
+        fleet, workers = self._fleet, took * len(self._fleet.board.busy)
+        return {
+            names.WORKER_IDLE: 1.0 - busy / workers,
+            names.WORKER_NO_SLOT: min(1.0, waiting / workers),  # a wait counts when it is over
+            names.WORKER_RESTARTS: float(fleet.restarts),
+            names.REPLICA_IDLE: 1.0 - float(counted.seconds[0]) / (took * len(fleet.tallies)),
+            names.WAITING: float((fleet.board.state == SlotState.FINISHED).sum()),
+            names.SLOTS: float(self._slots()[0]),
+        }
 
     def metrics(self, took: float) -> dict[Metric, float]:
         """What to log.
@@ -43,17 +69,13 @@ class FleetMeter:
         Args:
             took: seconds since this was made.
         """
-        fleet, (busy, waiting, totals) = self._fleet, self._now()
-        workers, counted = took * len(fleet.board.busy), totals - self._totals
+        busy, waiting, totals = self._now()
+        counted = totals - self._totals
         return {
-            names.WORKER_IDLE: 1.0 - (busy - self._busy) / workers,
-            names.WORKER_NO_SLOT: min(1.0, (waiting - self._waiting) / workers),  # a wait counts when it is over
-            names.WORKER_RESTARTS: float(fleet.restarts),
-            names.REPLICA_IDLE: 1.0 - float(counted.seconds[0]) / (took * len(fleet.tallies)),
+            **self._shares(took, busy - self._busy, waiting - self._waiting, counted),
             **counted.metrics(),
             **counted.shares(),
-            **{name: float(number) for name, number in fleet.queue.metrics().items()},
-            names.WAITING: float((fleet.board.state == SlotState.FINISHED).sum()),
+            **{name: float(number) for name, number in self._fleet.queue.metrics().items()},
             names.OCCUPIED: mean(self._occupied),
             **self._memory(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vla_async.envs.base import EnvSpec
@@ -41,6 +42,14 @@ class Loop(ABC):
 
         If ``trainer.state.loop`` is not empty, it is what this loop stored there: continue from it.
         """
+
+    def live(self, trainer: AsyncTrainer) -> Mapping[str, float]:
+        """How the update goes that is under way: some of the metrics that its end will log, as far as it is.
+
+        Another thread asks for it again and again, at any time: it waits for nothing, takes nothing, and is cheap. Nothing
+        where nothing runs, or where nothing can be told before the end.
+        """
+        return {}
 
     def close(self) -> None:
         """Release processes and files. Called on every kind of exit, also when :meth:`run` never started."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -70,10 +69,8 @@ class DealtRollouts(Rollouts):
     def collect(self) -> TensorDictBase | None:
         """Those of rank 0, ordered by env; None if there are none."""
         self._links.tell("update", self.version)
-        started = time.perf_counter()
-        with self.timeline.span(Kind.WAIT):
+        with self._pace.waiting(), self.timeline.span(Kind.WAIT):
             slots = self._choose(self.plan.bundles)
-        self._waited += self._arrived - started
         own: list[list[int]] = [[] for _ in self._dealt]
         for bundle in self._bundles(slots):
             own[self._account_for(bundle)] += bundle
@@ -99,10 +96,8 @@ class DealtRollouts(Rollouts):
 
     def _next(self) -> list[int]:
         """The next slots of rank 0; none when all are dealt."""
-        started = time.perf_counter()
-        with self.timeline.span(Kind.WAIT):
+        with self._pace.waiting(), self.timeline.span(Kind.WAIT):
             given = self._inbox.get()
-        self._waited += time.perf_counter() - started
         if isinstance(given, BaseException):
             raise given
         return given

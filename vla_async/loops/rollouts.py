@@ -15,7 +15,6 @@ from vla_async import keys
 from vla_async.collectors.board import SlotState
 from vla_async.collectors.episodes import Episode
 from vla_async.collectors.fleet import Fleet
-from vla_async.collectors.fleet_meter import FleetMeter
 from vla_async.collectors.orders import RowCounts
 from vla_async.collectors.row_env import LENGTH, RETURN, SEED, TASK
 from vla_async.collectors.slab import MASK, TRAJ_IDS, Slab, read_texts
@@ -26,12 +25,14 @@ from vla_async.data.selection import Selection
 from vla_async.data.slot_episodes import SlotRecorder
 from vla_async.data.staleness import StalenessMeter, stamp_staleness
 from vla_async.data.trajectory_store import store_of
+from vla_async.loops.pace import Pace
 from vla_async.loops.slots import SlotPlan
 from vla_async.monitor import metric_table as names
 from vla_async.monitor.metric import Metric
 from vla_async.monitor.timeline_track import Kind
 
 if TYPE_CHECKING:
+    from vla_async.state import Counters
     from vla_async.trainer import AsyncTrainer
 
 
@@ -96,8 +97,7 @@ class Rollouts:
         self.version, self.env_steps, self.decisions = version, 0, 0
         self.episodes: list[Episode] = []
         self._slots: list[int] = []
-        self._staleness, self._meter = StalenessMeter(self.max_staleness), FleetMeter(self.fleet)
-        self._began, self._waited, self._arrived = time.perf_counter(), 0.0, 0.0
+        self._staleness, self._pace, self._arrived = StalenessMeter(self.max_staleness), Pace(self.fleet), 0.0
         self._timing = dict[Metric, float]()
         self.recorder.begin(version)
 
@@ -115,10 +115,8 @@ class Rollouts:
         self._timing[names.LAST_ARRIVAL_TO_STEP_S] = time.perf_counter() - self._arrived
 
     def _take(self, count: int, earlier: int = 0) -> TensorDictBase:
-        started = time.perf_counter()
-        with self.timeline.span(Kind.WAIT):
+        with self._pace.waiting(), self.timeline.span(Kind.WAIT):
             slots = self._choose(count, earlier)
-        self._waited += self._arrived - started
         self._count_waiting()
         with self.timeline.reading(slots):
             trajectories = read_trajectories(self.fleet.slab, slots, grouped=self.plan.grouping is not None)
@@ -145,7 +143,7 @@ class Rollouts:
         if not slots:
             raise RuntimeError("the wait for trajectories was ended from elsewhere")
         self._arrived = time.perf_counter()
-        self._meter.look()
+        self._pace.meter.look()
         slots.sort(key=self._order)
         self._slots += slots
         return slots
@@ -223,19 +221,23 @@ class Rollouts:
 
     def metrics(self, samples: float) -> dict[Metric, float]:
         """What to log of the update, in which so many decisions were trained on, counted in each epoch."""
-        took = time.perf_counter() - self._began
+        took = self._pace.took
         return {
             **self._staleness.metrics(),
-            **self._meter.metrics(took),
+            **self._pace.metrics(took),
             **self._timing,
             names.STALENESS_BOUND: float(self.max_staleness),
-            names.UPDATE_S: took,
-            names.WAIT_S: self._waited,
             names.ENV_STEPS_PER_S: self.env_steps / took,
             names.DECISIONS_PER_S: self.decisions / took,
             names.SAMPLES_PER_S: samples / took,
-            names.TRAINER_IDLE: self._waited / took,
         }
+
+    def live(self, counters: Counters) -> dict[str, float]:
+        """Of the metrics, those that tell how the update goes so far. Any thread may ask, at any time."""
+        told: dict[str, float] = {**self._pace.live()}
+        if counters.step == self.version:  # else what was taken has been counted
+            told[names.ENV_STEPS] = float(counters.env_steps + self.env_steps)
+        return told
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: how far the random streams are, and what was counted."""

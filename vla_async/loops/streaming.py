@@ -278,6 +278,9 @@ class StreamingFitLoop(SyncFitLoop):
             raise RuntimeError("max_staleness can be lowered here only while fit runs; set it in the recipe")
         self._rollouts.lower_staleness(max_staleness)
 
+    def live(self, trainer: AsyncTrainer) -> dict[str, float]:
+        return {} if (rollouts := self._rollouts) is None else rollouts.live(trainer.state.counters)
+
     def _completed(self, state: dict[str, Any]) -> dict[str, Any]:
         """The loop's state after a step, with what is known only when a checkpoint is written."""
         if "rollouts" not in state:
