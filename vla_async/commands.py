@@ -35,6 +35,7 @@ class Command(NamedTuple):
 
 FUNCTIONS = {
     "ablate": Command("vla_async.ablation:ablate", "run fit with one level of asynchrony after the other, and compare them"),
+    "doctor": Command("vla_async.doctor.command:doctor", "look whether this machine can run a recipe, and what to mend"),
     "report": Command("vla_async.report.command:report", "make a page of what runs did, or compare them"),
     "profile": Command("vla_async.profiling:profile", "run a few updates of fit, and show where their time goes"),
     "export": Command("vla_async.export:export", "write a policy in the layout of its public release"),
