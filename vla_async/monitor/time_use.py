@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -151,7 +151,7 @@ def time_use(slices: Sequence[Slice], first: int, last: int) -> TimeUse:
 def _shares(role: _Role, slices: Iterable[Slice], start: float, end: float, lanes: int) -> dict[str, float]:
     """The share of each part; what no slice of a part covers is the rest."""
     parts = {LOOKS[kind].name: part for kind, part in role.parts.items()}
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     inside: list[Slice] = []  # the slices around the one that is looked at
     for slice in slices:  # by lane and time, the outer one first
         while inside and (inside[-1].lane != slice.lane or inside[-1].end_s <= slice.start_s):
