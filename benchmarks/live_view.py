@@ -3,7 +3,7 @@
     python -m benchmarks.live_view [--seconds 30] [--refresh-per-second 1.0]
 
 A run of ``fit`` in a process of its own, on a pseudo-terminal of 120 × 40, in envs that sleep. Each update takes some
-seconds, so that the view asks the loop how it goes. The thread's CPU time is told by the kernel (``CLOCK_THREAD_CPUTIME_ID``).
+seconds, so that the view asks the loop how it goes. The kernel tells the thread's CPU time (``CLOCK_THREAD_CPUTIME_ID``).
 """
 
 from __future__ import annotations

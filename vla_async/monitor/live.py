@@ -23,7 +23,7 @@ from vla_async.monitor.sparkline import bar, sparkline
 if TYPE_CHECKING:
     from vla_async.monitor.metrics import SuccessRate
 
-BOXED_WIDTH = 80  # columns from which on parts stand in boxes
+BOXED_WIDTH = 79  # columns from which on parts stand in boxes: a terminal of 80 has them
 _LABEL = 12  # columns of the names at the left
 _LEAST_CURVE = 4  # columns; a shorter curve says nothing
 _BUSY = {  # the idle share of each kind of resource, and a colour
@@ -31,11 +31,9 @@ _BUSY = {  # the idle share of each kind of resource, and a colour
     "replicas": (names.REPLICA_IDLE, "magenta"),
     "trainer": (names.TRAINER_IDLE, "green"),
 }
-_AGES = {names.STALENESS_MEAN: "mean {:.2f}", names.STALENESS_MAX: "max {:.0f}", names.STALENESS_BOUND: "bound {:.0f}"}
 _RATES = {
     names.ENV_STEPS_PER_S: "{:,.0f} env steps/s",
     names.DECISIONS_PER_S: "{:,.0f} decisions/s",
-    names.BATCH_MEAN: "batches of {:.1f}",
 }
 _TIMES = {names.WAIT_S: "waited", names.ROLLOUT_S: "rollout", names.TRAIN_S: "training"}
 _LEARNING = {  # of any objective
@@ -43,7 +41,7 @@ _LEARNING = {  # of any objective
     names.CLIP_FRACTION: "clipped {:.0%}",
     names.ENTROPY: "entropy {:.3g}",
     names.EXPLAINED_VARIANCE: "explained variance {:.2f}",
-    names.GRAD_NORM: "gradient norm {:.2g}",
+    names.GRAD_NORM: "grad norm {:.2g}",
     names.LOG_PROB_GAP: "log-prob gap {:.2g}",
 }
 
@@ -221,8 +219,9 @@ def _busy(state: LiveState, width: int) -> _Part:
 
 def _data(state: LiveState, width: int) -> _Part:
     """What is under way between the envs and the trainer, and how old it is."""
-    ages, shares = state.told(_AGES), ""
-    if ages and (bound := int(state.known(names.STALENESS_BOUND) or 0)):
+    bound, shares = int(state.known(names.STALENESS_BOUND) or 0), ""
+    ages = state.told({names.STALENESS_MEAN: "mean {:.2f}", names.STALENESS_MAX: f"max {{:.0f}} of {bound}"})
+    if ages and bound:
         shares = sparkline([state.known(names.STALENESS_SHARE.of(age)) or 0.0 for age in range(bound + 1)], 16)
         ages.append(f"ages 0 {shares} {bound}")
     rows = _items("staleness", ages, width)
@@ -246,8 +245,12 @@ def _speed(state: LiveState, width: int) -> _Part:
     spent = {words: value for name, words in times.items() if (value := state.known(name)) is not None}
     learning = {name: how for end, how in _LEARNING.items() for name in state.metrics if name.endswith(_end_of(end))}
     rows = _items("throughput", state.told(_RATES), width)
-    rows += _items("update", [f"{words} {duration_text(value)}" for words, value in spent.items()], width)
+    rows += _items("update", [f"{words} {_short(value)}" for words, value in spent.items()], width)
     return _Part("speed and learning", 6, [*rows, *_items("learning", state.told(learning), width)])
+
+
+def _short(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1.0 else duration_text(seconds)
 
 
 def _end_of(metric: names.Metric | names.Family) -> str:

@@ -77,5 +77,4 @@ def bar(share: float, width: int, style: str) -> Text:
     """A bar of ``width`` characters, of which a share in [0, 1] is filled; it can be read without colours too."""
     halves = round(min(max(share, 0.0), 1.0) * 2 * max(width, 0))
     full, half = divmod(halves, 2)
-    text = Text("━" * full + "╸" * half, style)
-    return text.append("─" * (width - full - half), "dim")
+    return Text.assemble(("━" * full + "╸" * half, style), ("─" * (width - full - half), "dim"))
