@@ -30,13 +30,7 @@ def test_lanes_and_names_are_told_apart(tmp_path: Path) -> None:
     assert card is not None
     assert card.spec["lanes"] == ["trainer rank 0", "replica 0", "env worker 0", "env worker 1"]
     colours = {key.label: key.colour for key in card.legend}
-    assert colours == {
-        "wait for trajectories": None,
-        "forward and backward": 0,
-        "optimizer step": 1,
-        "forward": 2,
-        "env steps": 3,
-    }
+    assert colours == {"env steps": 0, "forward": 1, "forward and backward": 2, "optimizer step": 3, "waiting": None}
     whole, *others = card.spec["traces"]
     assert whole["is_whole"]
     assert whole["depth"] == [0]

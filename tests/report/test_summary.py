@@ -50,6 +50,12 @@ def test_tasks_of_the_last_evaluation(tmp_path: Path) -> None:
     assert (rows[-1].episodes, rows[-1].episode_return, rows[0].episode_return) == ("50", "6", "–")
 
 
+def test_a_single_task_has_its_name(tmp_path: Path) -> None:
+    config = "env:\n  init_args:\n    task: PushCube-v1\n"
+    (row,) = task_rows(read_run(write_run(tmp_path / "1", [evaluation(0, 0.2)], config)))
+    assert row.task == "PushCube-v1"
+
+
 def test_one_evaluation_has_none_before_it(tmp_path: Path) -> None:
     (row,) = task_rows(run_of(tmp_path, [evaluation(0, 0.2, split="test")]))
     assert (row.once.text, row.first.text) == ("0.20", "–")
@@ -60,8 +66,8 @@ def test_one_evaluation_has_none_before_it(tmp_path: Path) -> None:
     [
         (seconds_text(0.0042), "4.2 ms"),
         (seconds_text(4.21), "4.2 s"),
-        (seconds_text(187), "3 min 07 s"),
-        (seconds_text(3780), "1 h 03 min"),
+        (seconds_text(187), "3:07 min"),
+        (seconds_text(3780), "1:03 h"),
         (seconds_text(float("nan")), "–"),
         (number_text(40316.0), "40,316"),
         (number_text(0.6234), "0.623"),

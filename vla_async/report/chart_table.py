@@ -182,7 +182,7 @@ BATCHES = Section(
 
 DIAGNOSTICS = Section(
     "diagnostics",
-    "Learning diagnostics",
+    "Diagnostics",
     "Whether updates are of a healthy size, and what they rest on.",
     (
         _noisy("KL", "From the policy that the clip is centred on; jumps are too large steps.", Series(m.APPROX_KL, "KL")),

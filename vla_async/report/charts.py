@@ -10,6 +10,7 @@ from vla_async.monitor.metric import Family, Metric
 from vla_async.report.chart_kinds import HeatMap, Lines, Section, Series
 from vla_async.report.columns import Columns, SampledRun, Source, Values
 
+COLOURS = 8  # of the palette
 DASHES = ("solid", "dot", "dash", "dashdot", "longdash", "longdashdot")  # Plotly's names
 
 
@@ -127,6 +128,8 @@ def _found(data: ChartData, run: int, series: Series, x: Metric | None) -> Itera
         parts = (labels["split"],) if "split" in labels else ()
         band = tuple(str(bound.of(*parts)) for bound in series.band or ())
         reason = labels.get("reason")
+        if reason and not any(columns.values(name)):
+            continue  # nothing was dropped for it
         label = f"{series.label}: {reason}" if reason else series.label
         yield _Line(run, series, name, label, band if set(band) <= set(columns.names) else ())
 

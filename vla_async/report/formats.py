@@ -22,7 +22,7 @@ def rate_text(rate: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration, for example ``4.2 ms``, ``4.2 s``, ``3 min 07 s``, ``1 h 03 min``."""
+    """A duration, for example ``4.2 ms``, ``4.2 s``, ``3:07 min``, ``1:03 h``."""
     if not math.isfinite(seconds):
         return NOTHING
     if seconds < 1:
@@ -31,7 +31,7 @@ def seconds_text(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+    return f"{hours}:{minutes:02} h" if hours else f"{minutes}:{rest:02} min"
 
 
 def size_text(size: float) -> str:

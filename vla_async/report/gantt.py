@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from vla_async.monitor.timeline import TRAINER, Slice, read_timeline
-from vla_async.report.charts import Card, Key
+from vla_async.report.charts import COLOURS, Card, Key
 from vla_async.report.formats import seconds_text
 
 BARS = 1500  # in the picture; more would be thinner than a pixel
 LANES = 24
 _WAITS, _STEP = "wait", "step"  # what names of slices begin with
+_OF_ROLES = {"env steps": 0, "forward": 1, "forward and backward": 2}
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ def update_card(timeline: Path, bars: int = BARS, lanes: int = LANES) -> Card | 
         notes.append("Neighbours that are too short to be seen apart are drawn as one.")
     notes.append(f"All of it is in {timeline.name}, for ui.perfetto.dev.")
     colours = _colours(shown)
-    legend = [Key(name, colour, "bar") for name, colour in colours.items()]
-    return Card("One update", about, _spec(shown, names[:lanes], colours), legend, " ".join(notes))
+    spec = _spec(shown, names[:lanes], colours) | {"seconds": step.seconds}
+    return Card("One update", about, spec, _legend(colours), " ".join(notes))
 
 
 def _bars(slices: Sequence[Slice], step: Slice) -> Iterator[Bar]:
@@ -111,10 +113,24 @@ def _merged(bars: list[Bar], duration_s: float, most: int) -> list[Bar]:
 
 
 def _colours(bars: Sequence[Bar]) -> dict[str, int | None]:
-    """A colour for each name of work; none for waiting, which is drawn pale."""
-    names = dict.fromkeys(bar.name for bar in bars if not bar.is_whole_step)
-    work = [name for name in names if not name.startswith(_WAITS)]
-    return {name: work.index(name) if name in work else None for name in names}
+    """A colour for each name, by how long it took; none for waiting, which is drawn pale.
+
+    What env workers, replicas and trainer mostly do has the colours that they have in other charts.
+    """
+    took: dict[str, float] = defaultdict(float)
+    for bar in bars:
+        if not bar.is_whole_step:
+            took[bar.name] += bar.end_s - bar.start_s
+    free = itertools.cycle(range(len(_OF_ROLES), COLOURS))
+    colours: dict[str, int | None] = {}
+    for name in sorted(took, key=lambda name: -took[name]):
+        colours[name] = None if name.startswith(_WAITS) else _OF_ROLES[name] if name in _OF_ROLES else next(free)
+    return colours
+
+
+def _legend(colours: dict[str, int | None]) -> list[Key]:
+    work = [Key(name, colour, "bar") for name, colour in colours.items() if colour is not None]
+    return work + ([Key("waiting", None, "bar")] if None in colours.values() else [])
 
 
 def _spec(bars: Sequence[Bar], lanes: Sequence[str], colours: dict[str, int | None]) -> dict[str, Any]:

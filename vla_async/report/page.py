@@ -15,7 +15,7 @@ from typing import Any
 from vla_async import __version__
 from vla_async.monitor import metric_table as m
 from vla_async.report.chart_table import SECTIONS
-from vla_async.report.charts import Card, ChartData, cards
+from vla_async.report.charts import COLOURS, Card, ChartData, cards
 from vla_async.report.columns import SampledRun, sampled
 from vla_async.report.differences import SettingRow, setting_rows
 from vla_async.report.findings import Finding, find
@@ -24,7 +24,7 @@ from vla_async.report.media import gallery
 from vla_async.report.run_data import RunData
 from vla_async.report.summary import Figure, TaskRow, key_figures, task_rows
 
-MAX_RUNS = 8  # more colours could not be told apart
+MAX_RUNS = COLOURS
 MAX_VIDEO_BYTES = 20e6
 
 

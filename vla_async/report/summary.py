@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from vla_async.monitor import metric_table as m
 from vla_async.monitor.metric import Family
 from vla_async.report.columns import Columns
-from vla_async.report.findings_base import mean, percent, share, values
+from vla_async.report.findings_base import mean, percent, setting, share, values
 from vla_async.report.formats import NOTHING, number_text, rate_text, seconds_text
 from vla_async.report.run_data import Line, RunData
+
+ALL = "all"  # tasks together
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,12 @@ def task_rows(run: RunData) -> list[TaskRow]:
     split = min(splits)
     tasks = [labels["task"] for labels in found.values() if labels["split"] == split]
     several = sorted(task for task in tasks if task)
-    return [_task_row(task, split, first, last) for task in [*several, ""]]
+    only = setting(run, "env.task")  # what a run of one task calls it
+    whole = only if not several and isinstance(only, str) else ALL
+    return [_task_row(task, split, first, last, task or whole) for task in [*several, ""]]
 
 
-def _task_row(task: str, split: str, first: Line, last: Line) -> TaskRow:
+def _task_row(task: str, split: str, first: Line, last: Line, name: str) -> TaskRow:
     parts = (split, task) if task else (split,)
 
     def value(line: Line, family: Family) -> float:
@@ -158,7 +162,7 @@ def _task_row(task: str, split: str, first: Line, last: Line) -> TaskRow:
     once = (m.SUCCESS_ONCE, m.SUCCESS_ONCE_LOW, m.SUCCESS_ONCE_HIGH)
     at_end = (m.SUCCESS_AT_END, m.SUCCESS_AT_END_LOW, m.SUCCESS_AT_END_HIGH)
     return TaskRow(
-        task=task or "all",
+        task=name,
         episodes=number_text(value(last, m.EVALUATED_EPISODES)),
         once=rate(last, once),
         at_end=rate(last, at_end),

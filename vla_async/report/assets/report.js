@@ -141,11 +141,18 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", barmode: "overlay",
       dragmode: touch ? false : "zoom",
       hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { ...font, color: colour("--text") }, namelength: -1 },
-      xaxis: { ...lines, title: { text: title, standoff: 6 }, exponentformat: "SI", fixedrange: touch, nticks: width < 420 ? 5 : 8, showgrid: false, zeroline: false },
+      xaxis: { ...lines, title: { text: title, standoff: 6 }, tickformat: name === "elapsed_s" ? "" : "~s", fixedrange: touch, nticks: width < 420 ? 5 : 8, showgrid: false, zeroline: false },
       yaxis: { ...lines, fixedrange: true, nticks: 6 },
     };
     if (chart.kind === "lines") Object.assign(whole.yaxis, UNITS[chart.unit].axis, chart.whole ? { range: [-0.02, 1.03] } : {});
     if (chart.kind === "lines" && ["rate", "mib", "updates"].includes(chart.unit)) whole.yaxis.rangemode = "tozero";
+    if (chart.kind === "lines" && !chart.whole) {
+      const values = chart.series.flatMap((series) => column(series.run, series.source, series.y)).filter((value) => value !== null);
+      const [least, largest] = [Math.min(...values), Math.max(...values)];
+      // of a constant Plotly would show the next whole numbers
+      if (least === largest && least !== 0) whole.yaxis.range = least > 0 ? [0, 2 * least] : [2 * least, 0];
+      if (chart.unit === "updates" && largest <= 6) Object.assign(whole.yaxis, { dtick: 1, nticks: 0, range: [0, Math.max(1, largest) * 1.04] });
+    }
     if (chart.kind === "heat") {
       whole.hovermode = "closest";
       const apart = Math.max(1, Math.ceil(chart.rows.length / 10));
@@ -158,7 +165,7 @@
     if (chart.kind === "gantt") {
       whole.hovermode = "closest";
       whole.height = 74 + 26 * chart.lanes.length;
-      whole.xaxis = { ...whole.xaxis, title: { text: "time since the update began" }, tickformat: "~s", ticksuffix: "s", showgrid: true };
+      whole.xaxis = { ...whole.xaxis, title: { text: "time since the update began" }, tickformat: "~s", ticksuffix: "s", showgrid: true, range: [0, chart.seconds] };
       Object.assign(whole.yaxis, { type: "category", categoryorder: "array", categoryarray: chart.lanes.map(plain), autorange: "reversed", showgrid: false, nticks: 0, dtick: 1 });
     }
     return whole;
@@ -211,6 +218,11 @@
     });
   }
 
+  for (const video of document.querySelectorAll("video")) {
+    // else some browsers show nothing before it is played
+    video.addEventListener("loadedmetadata", () => (video.currentTime = Math.min(0.1, video.duration / 2)), { once: true });
+    if (video.readyState > 0) video.currentTime = Math.min(0.1, video.duration / 2);
+  }
   document.getElementById("theme").addEventListener("click", () => window.reportTheme.toggle());
   document.addEventListener("reporttheme", draw_all);
   choose_axis(axis);
