@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.fakes import ClockEnvs, Steady, equal, make_trainer, tiny
-from vla_async.callbacks import Callback, Checkpoint, Progress, SuccessPlot
+from vla_async.callbacks import Callback, Checkpoint, Progress, SuccessPlot, TrajectoryRecorder
 from vla_async.envs import ToyEnvs
 from vla_async.loops import CollectLoop, EvaluateLoop, SFTLoop, SyncFitLoop
 from vla_async.objectives import PPO, StepOutput
@@ -149,7 +149,7 @@ def test_the_usual_callbacks_are_there_once(tmp_path: Path) -> None:
     """One that is given takes the place of the default one. Checkpoint comes last: it saves what the others have changed."""
     mine = Checkpoint(every_n_steps=3)
     kinds = [type(callback) for callback in make_trainer(tmp_path, callbacks=[mine, Callback()]).callbacks]
-    assert kinds == [Callback, SuccessPlot, Progress, Checkpoint]
+    assert kinds == [Callback, SuccessPlot, TrajectoryRecorder, Progress, Checkpoint]
 
 
 def test_training_works_in_a_thread(tmp_path: Path) -> None:
