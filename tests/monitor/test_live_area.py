@@ -71,6 +71,14 @@ def test_what_others_print_goes_above_as_it_is(monkeypatch):
     assert after.index("n=10") < after.index("step 3/10")
 
 
+def test_what_is_typed_goes_to_an_empty_line(monkeypatch):
+    """A terminal shows ^C where the cursor is: at the end of a full line it would wrap, and shift what is drawn next."""
+    area, screen = opened(monkeypatch)
+    with area:
+        area.draw(STATE)
+        assert screen.getvalue().endswith("\n")
+
+
 def test_the_last_drawing_stays_and_the_terminal_is_given_back_after_an_error(monkeypatch):
     area, screen = opened(monkeypatch)
     errors, shown = sys.stderr, warnings.showwarning
@@ -128,4 +136,4 @@ def test_in_a_terminal_that_became_narrower_the_wrapped_lines_are_erased_too(mon
             area.console._width = int(width)
             before = len(screen.getvalue())
             area.draw(STATE)
-            assert rows_up(screen.getvalue()[before:]) == 2 + more
+            assert rows_up(screen.getvalue()[before:]) == 3 + more

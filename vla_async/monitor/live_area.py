@@ -60,9 +60,10 @@ class LiveArea:
         """Draw a state, as large as the terminal is now. From one thread at a time."""
         size = self.console.size
         width = max(1, size.width - 1)  # behind a last column that is full, terminals disagree about where the cursor is
-        view = render(replace(state, warnings=tuple(self._noted), num_warnings=self._num_noted), width, size.height)
+        state = replace(state, warnings=tuple(self._noted), num_warnings=self._num_noted)
+        view = render(state, width, size.height - 1)
         lines = self.console.render_lines(view, self.console.options.update_width(width), pad=False)
-        self._live.show(_Drawing(lines))
+        self._live.show(_Drawing([*lines, []]))  # what is typed, as the ^C of an interrupt, goes to an empty line
 
     def _note(self, text: str) -> None:
         self._noted.append(" ".join(text.split()))
