@@ -111,7 +111,7 @@ def _line_cards(chart: Lines, data: ChartData) -> Iterator[Card]:
             colour, dash = (line.run, DASHES[place % len(DASHES)]) if several else (place, "solid")
             plain.append(_plain_line(line, data, colour, dash))
             legend[line.label] = Key(line.label, None if several else colour, dash)
-        spec = {"kind": "lines", "series": plain, "unit": chart.unit, "x": chart.x and str(chart.x)}
+        spec: dict[str, Any] = {"kind": "lines", "series": plain, "unit": chart.unit, "x": chart.x and str(chart.x)}
         spec |= {"stacked": chart.stacked and not several, "smooth": chart.smooth, "whole": chart.whole}
         title = f"{chart.title}: {labels[0]}" if len(groups) > 1 and len(labels) == 1 else chart.title
         absent = [run.label for index, run in enumerate(data.runs) if all(line.run != index for line in lines)]
