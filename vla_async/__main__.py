@@ -30,6 +30,7 @@ examples:
   vla-async fit --config recipes/toy_ppo.yaml --ckpt_path last       resume the newest run of this name
   vla-async test --config recipes/toy_ppo.yaml --ckpt_path best
   vla-async ablate --config recipes/toy_ppo.yaml --steps 20 --repeats 3
+  vla-async profile --config recipes/toy_ppo.yaml                    show where the time of an update goes
   vla-async fit --config recipes/toy_ppo.yaml --print_config         show all settings, with their values
 
 more:
