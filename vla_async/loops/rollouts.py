@@ -234,7 +234,7 @@ class Rollouts:
 
     def live(self, counters: Counters) -> dict[str, float]:
         """Of the metrics, those that tell how the update goes so far. Any thread may ask, at any time."""
-        told: dict[str, float] = {**self._pace.live()}
+        told = dict[str, float](self._pace.live().items())
         if counters.step == self.version:  # else what was taken has been counted
             told[names.ENV_STEPS] = float(counters.env_steps + self.env_steps)
         return told

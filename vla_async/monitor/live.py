@@ -31,12 +31,12 @@ _BUSY = {  # the idle share of each kind of resource, and a colour
     "replicas": (names.REPLICA_IDLE, "magenta"),
     "trainer": (names.TRAINER_IDLE, "green"),
 }
-_RATES = {
+_RATES: dict[str, str] = {
     names.ENV_STEPS_PER_S: "{:,.0f} env steps/s",
     names.DECISIONS_PER_S: "{:,.0f} decisions/s",
 }
 _TIMES = {names.WAIT_S: "waited", names.ROLLOUT_S: "rollout", names.TRAIN_S: "training"}
-_LEARNING = {  # of any objective
+_LEARNING: dict[names.Metric | names.Family, str] = {  # of any objective
     names.APPROX_KL: "KL {:.2g}",
     names.CLIP_FRACTION: "clipped {:.0%}",
     names.ENTROPY: "entropy {:.3g}",
@@ -167,7 +167,7 @@ def _head(state: LiveState, width: int) -> list[tuple[int, Text]]:
             title.append(f"{place:>{room + 3}}", "dim")
         rows.append((2, title))
     items = [*state.counts, f"elapsed {duration_text(state.elapsed_s)}"]
-    items += [] if state.remaining_s is None else [f"about {duration_text(state.remaining_s)} left"]
+    items += [f"about {duration_text(state.remaining_s)} left"] if state.remaining_s else []
     rows += [(0, _line(line)) for line in _wrapped(items, width)]
     if state.share is not None:
         rows.append((1, _line(bar(state.share, width - 6, "blue"), f"{_floor_percent(state.share):>4} %")))
