@@ -93,6 +93,8 @@ def test_only_what_cannot_run_here_is_left_out() -> None:
         "pretrained: lerobot/",
         "vla-async export",
         "lerobot.policies.factory",
+        "WandbLogger",
+        "scrape_configs:",
     )
     for page in PAGES:
         for block in code_blocks(page):
