@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from vla_async.monitor import metric_table as names
-from vla_async.monitor.metric import Metric
 from vla_async.policies.base import VLAPolicy
 from vla_async.run_directory import checkpoints_of, resolve_checkpoint
 from vla_async.strategies.size_weighted import parameters_of
@@ -44,7 +43,7 @@ class Counters:
     best_success: float = -1.0
 
     @property
-    def axes(self) -> dict[Metric, float]:
+    def axes(self) -> dict[str, float]:
         """What a metric can be drawn over, beside the step."""
         return {names.ENV_STEPS: self.env_steps, names.EPISODES: self.episodes, names.ELAPSED_S: self.elapsed_s}
 

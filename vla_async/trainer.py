@@ -193,7 +193,7 @@ class AsyncTrainer:
         """Close a step that the loop has counted: validate if due, log, tell the callbacks."""
         now, counters = time.perf_counter(), self.state.counters
         counters.elapsed_s, self._clock = counters.elapsed_s + now - self._clock, now
-        rate = {names.LR: self.optimizer.param_groups[0]["lr"]}
+        rate: dict[str, float] = {names.LR: self.optimizer.param_groups[0]["lr"]}
         merged = self.log({**metrics, **self.validation.metrics(self), **rate})
         with self.interrupts.critical():
             self.state.end_step()

@@ -12,7 +12,6 @@ from torch import Tensor
 from vla_async.collectors.pool import EnvPool
 from vla_async.envs.base import EnvFactory
 from vla_async.monitor import metric_table as names
-from vla_async.monitor.metric import Metric
 from vla_async.monitor.metrics import mean
 
 
@@ -78,7 +77,7 @@ class EpisodeTracker:
         return ended
 
 
-def rollout_metrics(episodes: Sequence[Episode], env: EnvFactory) -> dict[Metric, float]:
+def rollout_metrics(episodes: Sequence[Episode], env: EnvFactory) -> dict[str, float]:
     """What the training episodes say that ended, over all and by task if the envs have several; nothing if none did."""
     if not episodes:
         return {}
@@ -89,7 +88,7 @@ def rollout_metrics(episodes: Sequence[Episode], env: EnvFactory) -> dict[Metric
     return metrics
 
 
-def _means(episodes: Sequence[Episode], *task: str) -> dict[Metric, float]:
+def _means(episodes: Sequence[Episode], *task: str) -> dict[str, float]:
     return {
         names.ROLLOUT_EPISODES.of(*task): float(len(episodes)),
         names.ROLLOUT_SUCCESS_ONCE.of(*task): mean(episode.success_once for episode in episodes),

@@ -10,7 +10,6 @@ from vla_async.collectors.board import SlotState
 from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.tally import Totals
 from vla_async.monitor import metric_table as names
-from vla_async.monitor.metric import Metric
 from vla_async.monitor.metrics import mean
 from vla_async.monitor.process_memory import MIB, own_mib
 
@@ -42,7 +41,7 @@ class FleetMeter:
         circulating = sum(states) - states[SlotState.WITHHELD]
         return circulating, 1.0 - states[SlotState.FREE] / circulating
 
-    def live(self, took: float) -> dict[Metric, float]:
+    def live(self, took: float) -> dict[str, float]:
         """Of the metrics, those that cost next to nothing, so far; slots as they are now. Any thread may ask."""
         busy, waiting, totals = self._now()
         env_steps = int(self._fleet.board.env_steps.sum()) - self._env_steps
@@ -52,7 +51,7 @@ class FleetMeter:
             names.ENV_STEPS_PER_S: env_steps / took,  # executed: what will have been taken is not known yet
         }
 
-    def _shares(self, took: float, busy: float, waiting: float, counted: Totals) -> dict[Metric, float]:
+    def _shares(self, took: float, busy: float, waiting: float, counted: Totals) -> dict[str, float]:
         fleet, workers = self._fleet, took * len(self._fleet.board.busy)
         return {
             names.WORKER_IDLE: 1.0 - busy / workers,
@@ -63,7 +62,7 @@ class FleetMeter:
             names.SLOTS: float(self._slots()[0]),
         }
 
-    def metrics(self, took: float) -> dict[Metric, float]:
+    def metrics(self, took: float) -> dict[str, float]:
         """What to log.
 
         Args:
@@ -80,7 +79,7 @@ class FleetMeter:
             **self._memory(),
         }
 
-    def _memory(self) -> dict[Metric, float]:
+    def _memory(self) -> dict[str, float]:
         workers, replicas = self._fleet.pids
         return {
             names.TRAINER_MIB: own_mib([os.getpid()]),

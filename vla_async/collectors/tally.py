@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from vla_async.monitor import metric_table as names
-from vla_async.monitor.metric import Metric
 from vla_async.shared_memory import Field, SharedBlock, numbers
 
 _RATIO = 1.05  # of neighbouring bins, so a percentile of times is known to 5 %
@@ -118,7 +117,7 @@ class Totals:
         """Rows of all batches."""
         return int((self.sizes * np.arange(len(self.sizes))).sum())
 
-    def metrics(self) -> dict[Metric, float]:
+    def metrics(self) -> dict[str, float]:
         """The mean size of batches, and percentiles of times; NaN where nothing was counted."""
         batches = int(self.sizes[1:].sum())  # one whose rows all stand still makes no forward pass
         waits = zip((names.REQUEST_WAIT_P50, names.REQUEST_WAIT_P95, names.REQUEST_WAIT_P99), (0.5, 0.95, 0.99), strict=True)
@@ -129,10 +128,10 @@ class Totals:
             **{name: percentile(self.forwards, share) for name, share in forwards},
         }
 
-    def shares(self) -> dict[Metric, float]:
+    def shares(self) -> dict[str, float]:
         """The share of batches of at most n rows and more than n / 2, for n = 1, 2, 4, ... up to Bmax; and Bmax."""
         batches, limit, n = int(self.sizes[1:].sum()), len(self.sizes) - 1, 1
-        shares = {}
+        shares = dict[str, float]()
         while n < 2 * limit:
             counted = int(self.sizes[n // 2 + 1 : n + 1].sum())
             shares[names.BATCH_SHARE.of(n)] = counted / batches if batches else math.nan

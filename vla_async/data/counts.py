@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 from vla_async.monitor import metric_table as names
-from vla_async.monitor.metric import Metric
 
 Reason = Literal["stale", "straggler", "worker ended", "resume"]
 """Why a slot was thrown away: it was too old; it would have become so; its worker ended; a resumed run did not find it."""
@@ -37,7 +36,7 @@ class TrajectoryCounts(ABC):
         dropped = {f"dropped/{reason}": number for reason, number in self.dropped.items()}
         return {"produced": self.produced, "consumed": self.consumed, "in_flight": self.in_flight} | dropped
 
-    def metrics(self) -> dict[Metric, int]:
+    def metrics(self) -> dict[str, int]:
         """What is logged: the same, and what was cut. A reason for which nothing was dropped counts 0."""
         return {
             names.PRODUCED: self.produced,

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from vla_async import keys
 from vla_async.monitor import metric_table as names
-from vla_async.monitor.metric import Metric
 
 
 def staleness_of(trajectories: TensorDictBase, version: int) -> Tensor:
@@ -47,7 +46,7 @@ class StalenessMeter:
             )
         self.counts += torch.bincount(staleness.cpu(), minlength=len(self.counts))
 
-    def metrics(self) -> dict[Metric, float]:
+    def metrics(self) -> dict[str, float]:
         """Min, mean, max, and the share of trajectories of each staleness."""
         counts = self.counts.tolist()
         total, seen = max(sum(counts), 1), [age for age, count in enumerate(counts) if count] or [0]

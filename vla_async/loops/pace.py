@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.fleet_meter import FleetMeter
 from vla_async.monitor import metric_table as names
-from vla_async.monitor.metric import Metric
 
 
 class Pace:
@@ -41,16 +40,16 @@ class Pace:
         """Seconds so far."""
         return time.perf_counter() - self._began
 
-    def metrics(self, took: float) -> dict[Metric, float]:
+    def metrics(self, took: float) -> dict[str, float]:
         """What to log of an update that took so many seconds."""
         return {**self._times(took), **self.meter.metrics(took)}
 
-    def live(self) -> dict[Metric, float]:
+    def live(self) -> dict[str, float]:
         """Of the metrics, those that cost next to nothing, so far."""
         took = self.took
         return {**self._times(took), **self.meter.live(took)}
 
-    def _times(self, took: float) -> dict[Metric, float]:
+    def _times(self, took: float) -> dict[str, float]:
         since = self._waits_since
         waited = self._waited + (0.0 if since is None else time.perf_counter() - since)
         return {names.UPDATE_S: took, names.WAIT_S: waited, names.TRAINER_IDLE: min(1.0, waited / took)}

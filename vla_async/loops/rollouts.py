@@ -28,7 +28,6 @@ from vla_async.data.trajectory_store import store_of
 from vla_async.loops.pace import Pace
 from vla_async.loops.slots import SlotPlan
 from vla_async.monitor import metric_table as names
-from vla_async.monitor.metric import Metric
 from vla_async.monitor.timeline_track import Kind
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class Rollouts:
         self.episodes: list[Episode] = []
         self._slots: list[int] = []
         self._staleness, self._pace, self._arrived = StalenessMeter(self.max_staleness), Pace(self.fleet), 0.0
-        self._timing = dict[Metric, float]()
+        self._timing = dict[str, float]()
         self.recorder.begin(version)
 
     def arrivals(self) -> Iterator[TensorDictBase]:
@@ -219,7 +218,7 @@ class Rollouts:
         self.fleet.queue.withhold((self.max_staleness - max_staleness) * self.plan.slots)
         self.max_staleness = max_staleness
 
-    def metrics(self, samples: float) -> dict[Metric, float]:
+    def metrics(self, samples: float) -> dict[str, float]:
         """What to log of the update, in which so many decisions were trained on, counted in each epoch."""
         took = self._pace.took
         return {

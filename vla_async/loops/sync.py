@@ -31,7 +31,6 @@ from vla_async.data.trajectory_store import Quota, store_of
 from vla_async.envs.base import EnvSpec
 from vla_async.loops.base import Loop
 from vla_async.monitor import metric_table as names
-from vla_async.monitor.metric import Metric
 from vla_async.monitor.metrics import Meter
 from vla_async.monitor.process_memory import own_mib
 from vla_async.monitor.timeline_run import WORKER
@@ -192,7 +191,7 @@ class SyncFitLoop(Loop):
         with trainer.timeline.span(Kind.END_OF_STEP):
             trainer.end_step(metrics)
 
-    def _ages(self, batch: TensorDictBase, version: int) -> dict[Metric, float]:
+    def _ages(self, batch: TensorDictBase, version: int) -> dict[str, float]:
         """That nothing was stale."""
         meter = StalenessMeter(max_staleness=0)
         meter.add(staleness_of(batch, version))
@@ -200,7 +199,7 @@ class SyncFitLoop(Loop):
 
     def _paces(
         self, batch: TensorDictBase, samples: float, rollout_s: float, train_s: float, busy_s: float
-    ) -> dict[Metric, float]:
+    ) -> dict[str, float]:
         """How fast an update was, and what memory it took; ``busy_s`` is what the pool had counted before it."""
         assert self._pool is not None
         executed, took = batch[keys.EXECUTED], rollout_s + train_s

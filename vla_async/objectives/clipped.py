@@ -152,7 +152,9 @@ class ClippedObjective(Objective):
     ) -> StepOutput:
         """What a micro-batch gives back: its terms, and more sums over the valid elements and tensors to keep."""
         more = {name: (total.detach(), float(terms.num_samples)) for name, total in sums.items()}
-        metrics = {name.of(self.prefix): value for name, value in (terms.metrics | more).items()}
+        metrics: dict[str, tuple[Tensor, float]] = {
+            name.of(self.prefix): value for name, value in (terms.metrics | more).items()
+        }
         return StepOutput(loss, terms.num_samples, metrics, terms.kept | dict(kept or {}))
 
     def ends_update(self, means: Mapping[str, float]) -> bool:
