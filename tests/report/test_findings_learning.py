@@ -150,7 +150,9 @@ def test_entropy_that_collapses_before_the_task_is_learned() -> None:
     assert kind(learning.entropy, fell) == "problem"
     assert kind(learning.entropy, {"ppo/entropy": [2.0] * 15 + [0.21] * 5}) is None
     assert kind(learning.entropy, fell | {"rollout/success_once": 0.95}) is None
-    assert kind(learning.entropy, {"ppo/entropy": [-1.0] * 15 + [-9.0] * 5}) is None, "of a density, it may be negative"
+    assert kind(learning.entropy, {"ppo/entropy": [2.0] * 15 + [0.1] * 4 + [-0.1]}) is None, "of a density, it means little"
+    rises: dict[str, Values] = {"rollout/success_once": [0.1] * 15 + [0.31] * 5}
+    assert kind(learning.entropy, fell | rises) == "note", "it does no harm while success rises"
 
 
 def test_a_critic_that_foresees_nothing() -> None:
@@ -158,6 +160,15 @@ def test_a_critic_that_foresees_nothing() -> None:
     assert kind(learning.critic, {"ppo/explained_variance": [-0.5] * 16 + [0.1] * 4}) == "problem"
     assert kind(learning.critic, {"ppo/explained_variance": [-0.5] * 14 + [0.1] * 6}) is None
     assert kind(learning.critic, {"ppo/explained_variance": -0.1}, number=7) is None
+
+
+def test_what_looks_odd_is_a_note_while_success_rises() -> None:
+    """A remedy for what does no harm may do some."""
+    odd: dict[str, Values] = {"ppo/explained_variance": -0.1, "ppo/approx_kl": 0.3}
+    for last, expected in ((0.19, "problem"), (0.21, "note")):
+        evaluations = [evaluation(0.0), evaluation(last)]
+        assert kind(learning.critic, odd, evaluations=evaluations) == expected
+        assert kind(age.explosion, odd, evaluations=evaluations) == expected
 
 
 def evaluation(rate: float, n: int = 100, env_steps: float = 0.0, task: str = "") -> Line:

@@ -14,7 +14,7 @@ from vla_async.monitor.metric_table import (
     STALENESS_MAX,
     STALENESS_MEAN,
 )
-from vla_async.report.findings_base import Finding, Kind, mean, named, of_objective, percent, settled, values
+from vla_async.report.findings_base import Finding, Kind, inside, learns, mean, named, of_objective, percent, settled, values
 from vla_async.report.run_data import RunData
 
 OLD = 1.0  # updates: with η = 1, which every overlap needs, the mean cannot be above it
@@ -45,7 +45,7 @@ def stale(run: RunData) -> Iterator[Finding]:
     if not corrected:
         fixes += ", or set objective.correction, for example decoupled, which takes account of the age"
     elif harm:
-        fixes += f", or the learning rate ({named(run, 'model.lr')})"
+        fixes += f", or the learning rate ({inside(run, 'model.lr')})"
     told = f" ({'; '.join(signs)})" if signs else ""
     text = f"The data is stale: {age:.1f} updates old on average, of at most {bound:.0f}{told}. {fixes}."
     rule = (
@@ -76,20 +76,20 @@ def explosion(run: RunData) -> Iterator[Finding]:
     far = [kl for kl in kls if kl >= LARGE_KL]
     off = [ratio for ratio in ratios if not low <= ratio <= high]
     fix = (
-        f"a lower learning rate ({named(run, 'model.lr')}), fewer passes ({named(run, 'fit_loop.update_epochs')}) or "
-        f"{named(run, 'objective.target_kl')}, which ends an update early, keep it nearer."
+        f"a lower learning rate ({inside(run, 'model.lr')}), fewer passes ({inside(run, 'fit_loop.update_epochs')}) or "
+        f"{named(run, 'objective.target_kl')}, which ends an update early, would keep it nearer."
     )
     rule = (
         f"{APPROX_KL} >= {LARGE_KL:g}, or {RATIO} outside [{low:g}, {high:g}], in {percent(OFTEN)} of the updates or more, "
-        "and in at least 2"
+        "and in at least 2 (a note if success rises)"
     )
     if len(far) >= max(2.0, OFTEN * len(kls)):
         text = f"In {len(far)} of {len(kls)} updates the policy moved far (KL up to {max(far):.2g}): {fix}"
-        yield Finding("problem", text, rule)
+        yield Finding("note" if learns(run) else "problem", text, rule)
     elif len(off) >= max(2.0, OFTEN * len(ratios)):
         worst = max(off, key=lambda ratio: max(ratio, 1.0 / max(ratio, 1e-9)))
         text = f"In {len(off)} of {len(ratios)} updates the mean probability ratio was far from 1 ({worst:.2g}): {fix}"
-        yield Finding("problem", text, rule)
+        yield Finding("note" if learns(run) else "problem", text, rule)
 
 
 AGE_RULES = (stale, mismatch, explosion)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vla_async.monitor.metric import Family
-from vla_async.monitor.metric_table import UPDATE_S
+from vla_async.monitor.metric_table import ROLLOUT_SUCCESS_ONCE, SUCCESS_ONCE, UPDATE_S
 from vla_async.report.run_data import Line, RunData
 
 Kind = Literal["problem", "note", "good"]
 
 WARM_UP = 0.25  # of a run's updates: processes start, buffers fill and code is compiled in them
 LEAST_UPDATES = 4  # of the warm-up and after it; of fewer, nothing about the pace can be said
+RISE = 0.2  # of success: by less, two validations of 50 episodes may differ by chance
 OBJECTIVES = ("ppo", "grpo")  # whose metrics the rules know
 
 
@@ -81,6 +82,21 @@ def named(run: RunData, name: str) -> str:
     """A setting's name, with its value if that is known: ``fit_loop.max_staleness (now 1)``."""
     value = setting(run, name)
     return name if value is None else f"{name} (now {value})"
+
+
+def inside(run: RunData, name: str) -> str:
+    """The same within brackets: ``fit_loop.max_staleness, now 1``."""
+    value = setting(run, name)
+    return name if value is None else f"{name}, now {value}"
+
+
+def learns(run: RunData) -> bool:
+    """Whether success rises, as a validation or the training episodes say; what looks odd then does no harm yet."""
+    rates = values(run.evaluations, SUCCESS_ONCE.of("validate"))
+    trained = values(run.updates, ROLLOUT_SUCCESS_ONCE.of())
+    quarter = max(1, len(trained) // 4)
+    rises = (rates[-1] - rates[0] if rates else 0.0, mean(trained[-quarter:]) - mean(trained[:quarter]))
+    return any(rise >= RISE for rise in rises)
 
 
 def percent(value: float) -> str:

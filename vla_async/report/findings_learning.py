@@ -23,7 +23,18 @@ from vla_async.monitor.metric_table import (
     SUCCESS_ONCE_LOW,
 )
 from vla_async.monitor.metrics import wilson_interval
-from vla_async.report.findings_base import OBJECTIVES, Finding, mean, named, of_objective, percent, settled, values
+from vla_async.report.findings_base import (
+    OBJECTIVES,
+    Finding,
+    inside,
+    learns,
+    mean,
+    named,
+    of_objective,
+    percent,
+    settled,
+    values,
+)
 from vla_async.report.run_data import Line, RunData
 
 SAME = 1e-9  # outcomes nearer than this differ by rounding
@@ -45,7 +56,7 @@ def no_signal(run: RunData) -> Iterator[Finding]:
         text = (
             f"{percent(equal / groups)} of the groups had equal outcomes, which is no signal to learn from: tasks that are "
             "neither always solved nor never, a dense reward (objective.outcome=return), or more episodes per group "
-            f"({named(run, 'objective.group_size')}) would make differences."
+            f"({inside(run, 'objective.group_size')}) would make differences."
         )
         rule = f"{EQUAL_GROUPS} >= {percent(MANY_EQUAL)} of {GROUPS} (a problem from {percent(ALL_EQUAL)} on)"
         yield Finding("problem" if equal >= ALL_EQUAL * groups else "note", text, rule)
@@ -84,7 +95,7 @@ def gradients(run: RunData) -> Iterator[Finding]:
     if broken:
         text = (
             f"The gradient or the loss was no finite number in {len(broken)} of {len(run.updates)} updates: what is "
-            f"learned is lost. Lower the learning rate ({named(run, 'model.lr')}), set fit_loop.max_grad_norm, or use "
+            f"learned is lost. Lower the learning rate ({inside(run, 'model.lr')}), set fit_loop.max_grad_norm, or use "
             "trainer.precision=32-true; then start again from a checkpoint that is older."
         )
         yield Finding("problem", text, f"{GRAD_NORM} or {LOSS} is not finite in an update")
@@ -102,17 +113,20 @@ def entropy(run: RunData) -> Iterator[Finding]:
     """A policy that stopped exploring before it had learned the task."""
     found = of_objective(run.updates, ENTROPY)
     quarter = len(found) // 4
-    if not quarter:
+    if not quarter or min(found) < 0.0:  # of a density, it may be any number
         return
     before, after = mean(found[:quarter]), mean(found[-quarter:])
     success = values(run.updates[-quarter:], ROLLOUT_SUCCESS_ONCE.of())
-    if before > 0.0 and after <= COLLAPSED * before and not mean(success) >= SOLVED:
+    if after <= COLLAPSED * before and before > 0.0 and not mean(success) >= SOLVED:
         text = (
             f"The policy's entropy fell from {before:.3g} to {after:.3g} nats: it hardly explores any more. Raise "
-            f"{named(run, 'objective.entropy_coef')}, or lower the learning rate ({named(run, 'model.lr')})."
+            f"{named(run, 'objective.entropy_coef')}, or lower the learning rate ({inside(run, 'model.lr')})."
         )
-        rule = f"{ENTROPY} of the last quarter <= {percent(COLLAPSED)} of the first's, success below {percent(SOLVED)}"
-        yield Finding("problem", text, rule)
+        rule = (
+            f"{ENTROPY} of the last quarter <= {percent(COLLAPSED)} of the first's, never negative, and success below "
+            f"{percent(SOLVED)} (a note if success rises)"
+        )
+        yield Finding("note" if learns(run) else "problem", text, rule)
 
 
 def critic(run: RunData) -> Iterator[Finding]:
@@ -125,8 +139,8 @@ def critic(run: RunData) -> Iterator[Finding]:
             f"so advantages are mostly noise. {named(run, 'objective.critic_warmup_updates')} trains it first; "
             f"{named(run, 'objective.value_coef')} and {named(run, 'fit_loop.update_epochs')} make it learn faster."
         )
-        rule = f"{EXPLAINED_VARIANCE} <= 0 in half of the second half of {CRITIC_UPDATES} updates or more"
-        yield Finding("problem", text, rule)
+        rule = f"{EXPLAINED_VARIANCE} <= 0 in half of the last half, from {CRITIC_UPDATES} on (a note if success rises)"
+        yield Finding("note" if learns(run) else "problem", text, rule)
 
 
 @dataclass(frozen=True)
@@ -171,7 +185,7 @@ def _change(run: RunData, rates: list[Rate], where: str) -> Iterator[Finding]:
         text = (
             f"Success{where} went backwards: from {best} after {best.env_steps:,.0f} env steps to {last} at the end. "
             "checkpoints/best.ckpt has the better weights (--trainer.init_from best); a lower learning rate "
-            f"({named(run, 'model.lr')}) or {named(run, 'objective.target_kl')} may keep them."
+            f"({inside(run, 'model.lr')}) or {named(run, 'objective.target_kl')} may keep them."
         )
         yield Finding("problem", text, "the last validation's interval lies below the best one's")
     if first.high < last.low:

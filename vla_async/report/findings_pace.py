@@ -26,6 +26,7 @@ from vla_async.report.findings_base import (
     LEAST_UPDATES,
     Finding,
     Kind,
+    inside,
     mean,
     named,
     percent,
@@ -112,8 +113,8 @@ def _trainer(run: RunData, shares: Shares) -> Finding:
         return Finding("good", text, f"{TRAINER_IDLE} < {percent(BUSY)} and {WORKER_NO_SLOT} < {percent(WAITS)}")
     text = (
         f"{waits}: the trainer is the bottleneck, and the rollouts keep to its pace. More devices to train on "
-        f"({named(run, 'trainer.num_ranks')}), fewer passes ({named(run, 'fit_loop.update_epochs')}), larger micro-batches "
-        f"({named(run, 'fit_loop.micro_batch_size')}) or {named(run, 'trainer.precision')}=bf16-mixed on a GPU would help; "
+        f"({inside(run, 'trainer.num_ranks')}), fewer passes ({inside(run, 'fit_loop.update_epochs')}), larger "
+        f"micro-batches ({inside(run, 'fit_loop.micro_batch_size')}) or trainer.precision=bf16-mixed on a GPU would help; "
         "where replicas share its device, fit_loop.placement can give them another."
     )
     return Finding("problem", text, f"{TRAINER_IDLE} < {percent(BUSY)} and {WORKER_NO_SLOT} >= {percent(WAITS)}")
@@ -150,8 +151,9 @@ def _rollouts(run: RunData, shares: Shares) -> Finding:
         idle = "" if math.isnan(shares.replicas) else f" and the replicas are idle {percent(shares.replicas)}"
         text = (
             f"{waits}{idle}, while the env workers are busy {percent(shares.stepping)}: the environments are the "
-            f"bottleneck. More envs in processes of their own ({named(run, 'env.num_envs')}; one core each), faster env "
-            "steps (smaller images, a simulator that steps a batch on a GPU) or longer chunks (env.chunk_size) would help."
+            f"bottleneck. More envs at a time ({inside(run, 'env.num_envs')}; those that are not batched want a core each), "
+            "faster env steps (smaller images, a simulator that steps a batch on a GPU) or longer chunks (env.chunk_size) "
+            "would help."
         )
         return Finding(kind, text, f"{rule}; workers step for longer than they wait for decisions")
     waiting = f"{waits} and the env workers {percent(shares.decisions)} for decisions"
@@ -202,7 +204,7 @@ def batches(run: RunData) -> Iterator[Finding]:
     fix = (
         f"lower {named(run, 'fit_loop.max_wait_s')}, or set fit_loop.max_batch_size to about {math.ceil(rows)}"
         if longest
-        else f"there are too few requests at a time to fill one: more envs ({named(run, 'env.num_envs')}), or fewer replicas"
+        else f"too few come at a time to fill one: more envs ({inside(run, 'env.num_envs')}), or fewer replicas"
     )
     text = (
         f"Batches have {rows:.1f} rows of at most {limit:.0f}, though half of the requests wait {seconds(wait)} or longer "
@@ -222,7 +224,7 @@ def publishing(run: RunData) -> Iterator[Finding]:
     if publish >= max(LONG_PUBLISH * update, LONG_PUBLISH_S):
         text = (
             f"Handing the weights to the replicas takes {seconds(publish)}, {percent(publish / update)} of an update. "
-            f"Larger updates ({named(run, 'fit_loop.fragments_per_update')}) do it less often; with model.lora or "
+            f"Larger updates ({inside(run, 'fit_loop.fragments_per_update')}) do it less often; with model.lora or "
             "model.freeze, where the policy has them, there is less to hand over."
         )
         rule = f"{PUBLISH_S} >= {percent(LONG_PUBLISH)} of {UPDATE_S}, and >= {seconds(LONG_PUBLISH_S)}"
