@@ -245,7 +245,10 @@ def run(*args: str) -> Path:
 def test_a_run_leaves_its_files_and_its_config_repeats_it(capsys):
     first = run("fit")
     files = {str(path.relative_to(first)) for path in first.rglob("*") if path.is_file()}
-    assert files == {"config.yaml", "metrics.csv", "success.png", "checkpoints/last.ckpt", "checkpoints/best.ckpt"}
+    saved = {name for name in files if name.startswith("trajectories/toy-tracking/validate_000002_")}
+    assert len(saved) == 2, "two failures of the last validation"
+    always = {"config.yaml", "environment.json", "metrics.csv", "success.png"}
+    assert files == {*always, "checkpoints/last.ckpt", "checkpoints/best.ckpt", *saved}
     out = capsys.readouterr().out
     assert "validate at step 0: success_once" in out
     assert f"run directory: {first}" in out
