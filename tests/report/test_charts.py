@@ -49,6 +49,7 @@ def test_several_runs_have_one_colour_each_and_lines_of_one_chart_get_charts_of_
     for title in ("Who is busy: env workers", "Who is busy: replicas", "Who is busy: trainer", "Throughput"):
         assert [(series["run"], series["colour"]) for series in made[title].spec["series"]] == [(0, 0), (1, 1)]
         assert made[title].legend == []  # the runs' colours stand at the top of the page
+    assert made["Time of an update: waiting"].about == chart_table.m.WAIT_S.about
 
 
 def test_success_of_several_runs_is_told_apart_by_colour_and_kind_of_line(tmp_path: Path) -> None:

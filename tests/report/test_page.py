@@ -101,8 +101,8 @@ def test_several_runs_show_what_differs(tmp_path: Path) -> None:
         for seed, name in enumerate(("fast", "slow"))
     ]
     text = re.sub(r"\s+", " ", Page(write_report(runs, tmp_path / "report.html")).text)
-    assert "Settings that differ settings fast slow trainer.seed 0 1" in text
-    assert "Environment that differ None: they are the same in all runs." in text
+    assert "Settings: differences settings fast slow trainer.seed 0 1" in text
+    assert "Environment: differences None: they are the same in all runs." in text
 
 
 def test_an_old_report_is_replaced_by_a_whole_one(tmp_path: Path) -> None:

@@ -113,10 +113,12 @@ def _line_cards(chart: Lines, data: ChartData) -> Iterator[Card]:
             legend[line.label] = Key(line.label, None if several else colour, dash)
         spec: dict[str, Any] = {"kind": "lines", "series": plain, "unit": chart.unit, "x": chart.x and str(chart.x)}
         spec |= {"stacked": chart.stacked and not several, "smooth": chart.smooth, "whole": chart.whole}
-        title = f"{chart.title}: {labels[0]}" if len(groups) > 1 and len(labels) == 1 else chart.title
+        is_split = len(groups) > 1
+        title = f"{chart.title}: {labels[0]}" if is_split and len(labels) == 1 else chart.title
+        about = group[0].entry.about if is_split and not group[0].complement else chart.about
         absent = [run.label for index, run in enumerate(data.runs) if all(line.run != index for line in lines)]
         note = f"Not logged by {', '.join(absent)}." if absent else ""
-        yield Card(title, chart.about, spec, list(legend.values()) if len(legend) > 1 else [], note)
+        yield Card(title, about, spec, list(legend.values()) if len(legend) > 1 else [], note)
 
 
 def _found(data: ChartData, run: int, series: Series, x: Metric | None) -> Iterator[_Line]:

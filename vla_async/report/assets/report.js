@@ -37,6 +37,16 @@
     });
   }
 
+  // a name in lines of so many letters, cut between words where there are some
+  function wrapped(text, letters) {
+    const lines = [""];
+    for (const word of text.match(new RegExp(`[^ _]{1,${letters - 1}}[ _]?|[ _]`, "g")) || []) {
+      if (lines[lines.length - 1].length + word.length > letters) lines.push("");
+      lines[lines.length - 1] += word;
+    }
+    return lines.length > 5 ? [...lines.slice(0, 4), "…"] : lines;
+  }
+
   // ------------------------------------------------------------ traces
 
   const UNITS = {
@@ -101,7 +111,7 @@
     const what = { age: "%{customdata} updates old", rows: "up to %{customdata} rows", task: "%{customdata}" }[chart.unit];
     const map = {
       type: "heatmap", x, y: chart.rows.map((row) => row.at), z, zmin: 0, zmax: 1, showscale: false, ygap: 1,
-      colorscale: [[0, colour("--card")], [1, colour("--c0")]], hoverongaps: false,
+      colorscale: [[0, colour("--shade")], [1, colour("--c0")]], hoverongaps: false,
       customdata: chart.rows.map((row) => x.map(() => plain(row.label))),
       hovertemplate: `${what}: %{z:.0%}<extra></extra>`,
     };
@@ -155,12 +165,12 @@
     }
     if (chart.kind === "heat") {
       whole.hovermode = "closest";
-      const apart = Math.max(1, Math.ceil(chart.rows.length / 10));
+      const apart = chart.unit === "task" ? 1 : Math.max(1, Math.ceil(chart.rows.length / 10));
       const named = chart.rows.filter((_, at) => at % apart === 0);
-      const text = (row) => (chart.unit === "task" && row.label.length > 24 ? `${row.label.slice(0, 23)}…` : row.label);
-      Object.assign(whole.yaxis, { tickvals: named.map((row) => row.at), ticktext: named.map((row) => plain(text(row))), showgrid: false, zeroline: false });
+      const ticks = named.map((row) => wrapped(row.label, width < 420 ? 18 : 30).map(plain));
+      Object.assign(whole.yaxis, { tickvals: named.map((row) => row.at), ticktext: ticks.map((parts) => parts.join("<br>")), showgrid: false, zeroline: false });
       if (chart.unit !== "task") whole.yaxis.title = { text: chart.unit === "age" ? "updates old" : "rows, up to", standoff: 4 };
-      if (chart.unit === "task") whole.height = Math.max(236, 70 + 24 * chart.rows.length);
+      if (chart.unit === "task") whole.height = Math.max(236, 60 + chart.rows.length * (8 + 15 * Math.max(...ticks.map((parts) => parts.length))));
     }
     if (chart.kind === "gantt") {
       whole.hovermode = "closest";
