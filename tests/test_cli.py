@@ -135,6 +135,10 @@ def test_a_logger_can_be_added(parsed):
     ).trainer.loggers
     assert type(logger).__name__ == "TensorBoardLogger"
     assert logger.root_dir == "board"
+    ours = ["--trainer.loggers+=vla_async.monitor.loggers.TensorBoard"]
+    ours += ["--trainer.loggers+=vla_async.monitor.prometheus.PrometheusLogger", "--trainer.loggers.port=0"]
+    board, prometheus = parsed("fit", "--config", RECIPE, *ours).trainer.loggers
+    assert (board.name, prometheus.name, prometheus.port) == ("tensorboard", "prometheus", 0)
 
 
 def test_the_seed_is_the_trainers(parsed):
