@@ -1,0 +1,32 @@
+"""A process's own memory: what it has alone, and nothing for one that has ended."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+
+from vla_async.monitor.process_memory import own_mib
+
+SIZE = 64
+
+
+def test_what_is_shared_is_not_a_process_s_own() -> None:
+    """The slab is mapped by all processes: it would be counted once for each."""
+    before = own_mib([os.getpid()])
+    with mmap.mmap(-1, SIZE * 2**20) as shared:  # anonymous, and shared with whoever is forked
+        shared.write(b"1" * (SIZE * 2**20))
+        with_shared = own_mib([os.getpid()])
+    with mmap.mmap(-1, SIZE * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as private:
+        private.write(b"1" * (SIZE * 2**20))
+        with_private = own_mib([os.getpid()])
+    assert with_shared - before < 0.5 * SIZE
+    assert with_private - before > 0.9 * SIZE
+    assert own_mib([os.getpid(), os.getpid()]) > 1.5 * before
+
+
+def test_a_process_that_has_ended_has_none() -> None:
+    """A worker may be replaced at any moment."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    assert own_mib([process.pid]) == 0.0
