@@ -256,18 +256,17 @@ class Fleet:
 
     def stats(self) -> dict[str, Any]:
         """What the processes have done since they started, by names of :mod:`vla_async.monitor.metric_table`."""
-        board, uptime = self.board, clock() - self._began
         return {
+            names.UPTIME_S: (uptime := clock() - self._began),
             **summary(self.tallies),
             **self.queue.metrics(),
             names.SLAB_BYTES: self.slab.layout.nbytes,
-            names.ENV_STEPS: int(board.env_steps.sum()),
-            names.WORKER_ENV_STEPS: board.env_steps.tolist(),
-            names.WORKER_BUSY_S: board.busy.tolist(),
-            names.WORKER_IDLE: 1.0 - float(board.busy.mean()) / uptime,
-            names.WORKER_NO_SLOT_S: board.waiting.tolist(),
+            names.ENV_STEPS: int(self.board.env_steps.sum()),
+            names.WORKER_ENV_STEPS: self.board.env_steps.tolist(),
+            names.WORKER_BUSY_S: self.board.busy.tolist(),
+            names.WORKER_IDLE: 1.0 - float(self.board.busy.mean()) / uptime,
+            names.WORKER_NO_SLOT_S: self.board.waiting.tolist(),
             names.RESTARTS: self.restarts,
-            names.UPTIME_S: uptime,
         }
 
     @property
