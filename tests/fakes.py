@@ -221,7 +221,7 @@ class Steady(ScriptedController):
 
 
 def reproducible(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics without those that come from clocks, chance arrivals or the system's memory, which no two runs have in common."""
+    """Metrics without those of time, of memory or of chance arrivals, which no two runs have in common."""
     beginnings = ("time/", "memory/", "batch_size/", "request_wait_s/", "forward_s/", "elapsed_s")
     ends = ("/idle_share", "/no_slot_share", "/occupied_share")
     return {name: value for name, value in metrics.items() if not name.startswith(beginnings) and not name.endswith(ends)}
