@@ -148,10 +148,11 @@
     const title = name === "elapsed_s" ? `${AXES[name]} (${clock[0]})` : AXES[name];
     const whole = {
       height: 236, margin: { l: 46, r: 10, t: 8, b: 38 }, autosize: true, font, showlegend: false, hovermode: "x unified",
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", barmode: "overlay",
+      paper_bgcolor: colour("--card"), plot_bgcolor: colour("--card"), barmode: "overlay",
       dragmode: touch ? false : "zoom",
       hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { ...font, color: colour("--text") }, namelength: -1 },
-      xaxis: { ...lines, title: { text: title, standoff: 6 }, tickformat: name === "elapsed_s" ? "" : "~s", fixedrange: touch, nticks: width < 420 ? 5 : 8, showgrid: false, zeroline: false },
+      xaxis: { ...lines, title: { text: title, standoff: 6 }, tickformat: name === "elapsed_s" ? "" : "~s", fixedrange: touch, nticks: width < 420 ? 5 : 8, showgrid: false, zeroline: false,
+        hoverformat: name === "elapsed_s" ? ",.2f" : ",.0f", showspikes: chart.kind === "lines", spikethickness: 1, spikecolor: colour("--faint"), spikedash: "solid" },
       yaxis: { ...lines, fixedrange: true, nticks: 6 },
     };
     if (chart.kind === "lines") Object.assign(whole.yaxis, UNITS[chart.unit].axis, chart.whole ? { range: [-0.02, 1.03] } : {});
