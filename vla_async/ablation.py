@@ -22,6 +22,7 @@ from typing import Any
 
 from vla_async.interrupts import Interrupts
 from vla_async.monitor.figures import Figures, ablation_table, read_figures, to_json
+from vla_async.options import OptionParser
 from vla_async.refusals import ConfigError
 
 SWITCHES = ("placement", "train_async", "async_interaction", "streamer")
@@ -100,12 +101,8 @@ def ablate(args: Sequence[str]) -> dict[str, list[Figures]]:
 
 
 def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise ConfigError(message.removeprefix("argument "))
-
     usage = "vla-async ablate --config FILE [--steps N] [--repeats R] [--json FILE] [--SECTION.KEY VALUE ...]"
-    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OptionParser(usage, __doc__)
     parser.add_argument("--steps", type=_at_least(4), default=20, help="updates per run; the first quarter does not count")
     parser.add_argument("--repeats", type=_at_least(1), default=1, help="runs per row; the table shows their median")
     parser.add_argument("--json", type=Path, help="file for the figures of all runs")

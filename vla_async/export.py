@@ -12,7 +12,6 @@ The critic, and what only exploration needs, stay behind: a release has no place
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from torch import nn
 
 from vla_async.ablation import resolve
 from vla_async.lerobot_processors import write_processors
+from vla_async.options import OptionParser
 from vla_async.policies.adapters import merged_weights
 from vla_async.policies.base import VLAPolicy
 from vla_async.policies.layouts import fuse
@@ -32,7 +32,6 @@ from vla_async.policies.openvla_oft import OpenVLAOFTPolicy
 from vla_async.policies.processing import Normalizer
 from vla_async.policies.release_layouts import layout_of
 from vla_async.policies.released import ReleasedFlowPolicy
-from vla_async.refusals import ConfigError
 from vla_async.run_directory import resolve_checkpoint
 from vla_async.state import plain_hyper_parameters
 
@@ -123,13 +122,8 @@ def export(args: Sequence[str]) -> Path:
         ConfigError: if the command line or the recipe is wrong.
         FileNotFoundError: if there is no such checkpoint.
     """
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise ConfigError(message.removeprefix("argument "))
-
     usage = "vla-async export --config FILE --directory OUT [--ckpt_path FILE|last|best] [--SECTION.KEY VALUE ...]"
-    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OptionParser(usage, __doc__)
     parser.add_argument("--directory", type=Path, required=True, help="a new folder")
     parser.add_argument("--ckpt_path", default="last", help="the checkpoint: a file, or last or best of the recipe's name")
     options, rest = parser.parse_known_args(args)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vla_async.options import OptionParser
 from vla_async.refusals import ConfigError
 
 _WARM_UP = 3  # updates that do not count: slots fill, caches warm up, and what is compiled is compiled
@@ -43,12 +44,8 @@ def profile(args: Sequence[str]) -> None:
 
 
 def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise ConfigError(message.removeprefix("argument "))
-
     usage = "vla-async profile --config FILE [--steps N] [--torch true] [--json FILE] [--SECTION.KEY VALUE ...]"
-    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OptionParser(usage, __doc__)
     parser.add_argument("--steps", type=_whole, default=10, help=f"updates that count; {_WARM_UP} are made before them")
     parser.add_argument("--torch", type=_switch, default=False, help="true: write traces of torch.profiler, too")
     parser.add_argument("--json", type=Path, help="file for the figures")

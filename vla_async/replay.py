@@ -15,7 +15,6 @@ import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from vla_async.envs.chunked import ChunkedEnv
 from vla_async.envs.description import factory_of
 from vla_async.monitor.report import Table
 from vla_async.monitor.video import write_video
+from vla_async.options import OptionParser
 from vla_async.refusals import ConfigError
 
 _PICTURES = "pixels of "  # what is compared under such a name decides nothing: another driver draws another picture
@@ -220,12 +220,8 @@ def replay(args: Sequence[str]) -> int:
 
 
 def _parse(args: Sequence[str]) -> argparse.Namespace:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise ConfigError(f"replay: {message.removeprefix('argument ')}")
-
     usage = "vla-async replay FILE [--video OUT.mp4] [--show true] [--tolerance X]"
-    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OptionParser(usage, __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="a saved trajectory, in trajectories/ of a run")
     parser.add_argument("--video", type=Path, help="the video of the replay; by default beside FILE, <name>_replay.mp4")
     parser.add_argument("--show", choices=("true", "false"), default="false", help="open the video, if there is a display")

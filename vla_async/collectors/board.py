@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -81,6 +82,12 @@ class Board:
         self.version: NDArray[Any]
         for name, tensor in block.tensors.items():
             setattr(self, name, tensor.numpy())
+
+    def busy_s(self, now: float) -> NDArray[Any]:
+        """float64 ``[W]``, :attr:`busy` with what each worker is doing now (monotonic seconds), which may take long."""
+        busy = self.busy.copy()  # read first: what ends in between is missed now rather than counted twice
+        since = self.busy_since.copy()
+        return busy + np.where(since > 0.0, now - since, 0.0)
 
     def __getstate__(self) -> SharedBlock:
         return self._block

@@ -264,7 +264,7 @@ class Fleet:
             names.ENV_STEPS: int(self.board.env_steps.sum()),
             names.WORKER_ENV_STEPS: self.board.env_steps.tolist(),
             names.WORKER_BUSY_S: self.board.busy.tolist(),
-            names.WORKER_IDLE: 1.0 - float(self.board.busy.mean()) / uptime,
+            names.WORKER_IDLE: 1.0 - float(self.board.busy_s(clock()).mean()) / uptime,
             names.WORKER_NO_SLOT_S: self.board.waiting.tolist(),
             names.RESTARTS: self.restarts,
         }

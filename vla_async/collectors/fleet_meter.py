@@ -9,6 +9,7 @@ import numpy as np
 from vla_async.collectors.board import SlotState
 from vla_async.collectors.fleet import Fleet
 from vla_async.collectors.tally import Totals
+from vla_async.collectors.wires import clock
 from vla_async.monitor import metric_table as names
 from vla_async.monitor.metrics import mean
 from vla_async.monitor.process_memory import MIB, own_mib
@@ -29,7 +30,7 @@ class FleetMeter:
     def _now(self) -> tuple[float, float, Totals]:
         """Seconds that all workers have been busy, and without a slot; and what the replicas have counted."""
         board = self._fleet.board
-        return float(board.busy.sum()), float(board.waiting.sum()), Totals.of(self._fleet.tallies)
+        return float(board.busy_s(clock()).sum()), float(board.waiting.sum()), Totals.of(self._fleet.tallies)
 
     def look(self) -> None:
         """Note how many of the slots are occupied."""
@@ -52,12 +53,13 @@ class FleetMeter:
         }
 
     def _shares(self, took: float, busy: float, waiting: float, counted: Totals) -> dict[str, float]:
-        fleet, workers = self._fleet, took * len(self._fleet.board.busy)
+        fleet = self._fleet
+        workers, replicas = took * len(fleet.board.busy), took * len(fleet.tallies)
         return {
-            names.WORKER_IDLE: 1.0 - busy / workers,
+            names.WORKER_IDLE: max(0.0, 1.0 - busy / workers),
             names.WORKER_NO_SLOT: min(1.0, waiting / workers),  # a wait counts when it is over
             names.WORKER_RESTARTS: float(fleet.restarts),
-            names.REPLICA_IDLE: 1.0 - float(counted.seconds[0]) / (took * len(fleet.tallies)),
+            names.REPLICA_IDLE: max(0.0, 1.0 - float(counted.seconds[0]) / replicas),  # a batch counts when it is over
             names.WAITING: float((fleet.board.state == SlotState.FINISHED).sum()),
             names.SLOTS: float(self._slots()[0]),
         }

@@ -8,12 +8,13 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vla_async.doctor import graphics, machine, simulators, software
 from vla_async.doctor.check import Check, to_json, to_table, verdict
 from vla_async.envs.egl_devices import egl_devices
 from vla_async.monitor.environment import usable_cores
+from vla_async.options import OptionParser
 from vla_async.refusals import ConfigError
 from vla_async.shared_memory import free_shared_memory
 
@@ -54,12 +55,8 @@ def doctor(args: Sequence[str]) -> int:
 
 
 def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise ConfigError(message.removeprefix("argument "))
-
     usage = "vla-async doctor [--recipe FILE [--SECTION.KEY VALUE ...]] [--json] [--skip-simulators]"
-    parser = Parser(prog="vla-async doctor", usage=usage, description=__doc__, allow_abbrev=False)
+    parser = OptionParser(usage, __doc__)
     about = "look only at what fit needs for this recipe (may be given several times, with settings as for fit)"
     parser.add_argument("--recipe", "--config", "-c", action="append", default=[], metavar="FILE", help=about)
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")

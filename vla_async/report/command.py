@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from vla_async.options import OptionParser
 from vla_async.refusals import ConfigError
 from vla_async.report.formats import size_text
 from vla_async.report.run_data import find_run, read_run
@@ -43,11 +43,8 @@ def report(args: Sequence[str]) -> None:
 
 
 def _parse(args: Sequence[str]) -> argparse.Namespace:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise ConfigError(message.removeprefix("argument "))
-
-    parser = Parser(prog="vla-async report", description=__doc__.partition(":")[2].strip(), allow_abbrev=False)
+    usage = "vla-async report RUN [RUN ...] [--output FILE] [--max-video-mb MB]"
+    parser = OptionParser(usage, __doc__)
     parser.add_argument(
         "runs",
         metavar="RUN",
