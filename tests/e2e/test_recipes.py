@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 import imageio.v2 as imageio
@@ -53,8 +54,8 @@ def test_the_toy_recipe_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (fit.trainer.run.path / "success.png").stat().st_size > 0
 
 
-def few_steps(recipe: str, episodes: int, *more: str) -> tuple[VLACLI, VLACLI]:
-    """Collect, imitate, improve and evaluate, each for a moment; returns the fit and the test."""
+def few_steps(recipe: str, episodes: int, *more: str, evaluated: Sequence[str] = ()) -> tuple[VLACLI, VLACLI]:
+    """Collect, imitate, improve and evaluate, each for a moment; returns the fit and the test (with further settings)."""
     few = ("--trainer.collect_loop.directory=demos", "--trainer.sft_loop.directory=demos", *more)
     collected = run("collect", recipe, f"--trainer.collect_loop.num_episodes={episodes}", *few).result
     assert collected.episodes == episodes <= collected.attempts
@@ -66,7 +67,7 @@ def few_steps(recipe: str, episodes: int, *more: str) -> tuple[VLACLI, VLACLI]:
     fit = run("fit", recipe, *short, *small, start, "--model.objective.critic_warmup_updates=0", *few)
     after = torch.load(fit.trainer.run.checkpoints / "last.ckpt", weights_only=True)["state_dict"]
     assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("actor"))
-    tested = run("test", recipe, f"--ckpt_path={fit.trainer.run.checkpoints / 'last.ckpt'}", *few)
+    tested = run("test", recipe, f"--ckpt_path={fit.trainer.run.checkpoints / 'last.ckpt'}", *few, *evaluated)
     return fit, tested
 
 
@@ -101,7 +102,7 @@ def test_the_libero_recipe_runs_from_demonstrations_to_videos(tmp_path: Path, mo
     """Real LIBERO with two cameras: a demonstration by the controller, imitation, an update, an evaluation, a video."""
     monkeypatch.chdir(tmp_path)
     few = ("--env.num_envs=1", "--trainer.evaluate_loop.num_episodes=1", "--env.image_size=32")
-    fit, tested = few_steps("libero_spatial_ppo.yaml", 1, *few)
+    fit, tested = few_steps("libero_spatial_ppo.yaml", 1, *few, evaluated=["--env.max_episode_steps=30"])
     assert fit.trainer.policy.env_spec is not None
     assert set(fit.trainer.policy.env_spec.images) == {"image", "wrist_image"}
     assert fit.trainer.state.counters.env_steps == 4 * 5
