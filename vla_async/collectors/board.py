@@ -87,7 +87,8 @@ class Board:
         """float64 ``[W]``, :attr:`busy` with what each worker is doing now (monotonic seconds), which may take long."""
         busy = self.busy.copy()  # read first: what ends in between is missed now rather than counted twice
         since = self.busy_since.copy()
-        return busy + np.where(since > 0.0, now - since, 0.0)
+        total: NDArray[Any] = busy + np.where(since > 0.0, now - since, 0.0)
+        return total
 
     def __getstate__(self) -> SharedBlock:
         return self._block
