@@ -28,12 +28,12 @@ def test_a_run_without_the_other_files_is_read_too(tmp_path: Path) -> None:
     assert (run.command, run.config, run.environment, run.timeline, run.videos) == ("", {}, {}, None, [])
 
 
-def test_an_unfinished_last_line_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    """What a killed run leaves must not cost the rest of it."""
+@pytest.mark.parametrize("end", ["3", "3,2e", "3,25"])
+def test_an_unfinished_last_line_is_read_as_far_as_it_goes(tmp_path: Path, end: str) -> None:
+    """What a killed run leaves must not cost the rest of it, and a number that lost its end must not be taken for one."""
     path = write_run(tmp_path / "1", [update(1), update(2)])
-    text = (path / "metrics.csv").read_text()
-    (path / "metrics.csv").write_text(text[: text.rindex(",")])
-    assert len(read_run(path).updates) == 2
+    (path / "metrics.csv").write_text(f"step,lr\n1,0.1\n2,0.2\n{end}")
+    assert [line.get("lr") for line in read_run(path).updates] == [0.1, 0.2]
 
 
 def test_a_run_is_found_by_its_directory_its_parent_and_its_name(tmp_path: Path) -> None:
@@ -52,10 +52,16 @@ def test_a_run_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("metrics.csv", "step,lr\n1,0.1\n2,yes\n"), ("config.yaml", "a: [1"), ("environment.json", "{")],
+    [
+        ("metrics.csv", "step,lr\n1,0.1\n2,yes\n"),
+        ("metrics.csv", "\xff"),
+        ("config.yaml", "a: [1"),
+        ("config.yaml", "\xff"),
+        ("environment.json", "{"),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str) -> None:
     path = write_run(tmp_path / "1", [update(1)])
-    (path / name).write_text(text)
+    (path / name).write_text(text, encoding="latin1")
     with pytest.raises(ConfigError, match=name):
         read_run(path)

@@ -58,7 +58,9 @@ def read_timeline(path: Path) -> list[Slice]:
         found = [event for event in events if event["ph"] == "X"]
         names = [lanes[event["pid"], event["tid"]] for event in found]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no timeline that a run has written: {error!r}") from error
+        raise ValueError(
+            f"{path} is no timeline that a run has written: {error!r}; move it away to go on without"
+        ) from error
     steps = sorted(
         (event["ts"], event["ts"] + event["dur"], event["args"][_STEP])
         for event, lane in zip(found, names, strict=True)

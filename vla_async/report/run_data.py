@@ -120,20 +120,27 @@ def _is_evaluation(line: Line) -> bool:
 
 
 def _read_metrics(path: Path) -> list[Line]:
-    with path.open(newline="") as file:
-        rows = csv.reader(file)
-        names = next(rows, [])
-        try:
-            # a run that was killed may have left its last line unfinished
-            return [{name: float(cell) for name, cell in zip(names, row, strict=False) if cell} for row in rows]
-        except ValueError as error:
-            raise ConfigError(
-                f"{path}, line {rows.line_num}: {error}; is it a run's? If the run is writing it just now, try again"
-            ) from error
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text: {error}; is it a run's?") from error
+    if not text.endswith("\n"):
+        text = text[: max(text.rfind(","), text.rfind("\n")) + 1]  # a killed run's: of a last number, digits may be missing
+    rows = csv.reader(text.splitlines())
+    names = next(rows, [])
+    try:
+        return [{name: float(cell) for name, cell in zip(names, row, strict=False) if cell} for row in rows]
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}, line {rows.line_num}: {error}; is it a run's? If the run is writing it just now, try again"
+        ) from error
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+    try:
+        return path.read_text() if path.is_file() else ""
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"{path} is no text: {problem}; mend it, or move it away to go on without") from problem
 
 
 def _parsed(path: Path, text: str, parse: Callable[[str], Any], error: type[Exception]) -> dict[str, Any]:
