@@ -39,6 +39,7 @@ from vla_async.loops.sync import SyncFitLoop
 from vla_async.loops.validation import Validation, evaluate_in_turn, make_validation
 from vla_async.memory import report_memory
 from vla_async.monitor import metric_table as names
+from vla_async.monitor.process_memory import device_memory
 from vla_async.monitor.timeline_run import Timeline
 from vla_async.objectives.base import Objective
 from vla_async.policies.base import VLAPolicy
@@ -194,7 +195,7 @@ class AsyncTrainer:
         now, counters = time.perf_counter(), self.state.counters
         counters.elapsed_s, self._clock = counters.elapsed_s + now - self._clock, now
         rate: dict[str, float] = {names.LR: self.optimizer.param_groups[0]["lr"]}
-        merged = self.log({**metrics, **self.validation.metrics(self), **rate})
+        merged = self.log({**metrics, **self.validation.metrics(self), **rate, **device_memory(self.fabric.device)})
         with self.interrupts.critical():
             self.state.end_step()
         self.validation.step_ended(self)

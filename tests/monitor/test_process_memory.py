@@ -6,7 +6,11 @@ import mmap
 import os
 import subprocess
 
-from vla_async.monitor.process_memory import own_mib
+import pytest
+import torch
+
+from vla_async.monitor import metric_table as names
+from vla_async.monitor.process_memory import device_memory, own_mib
 
 SIZE = 64
 
@@ -30,3 +34,13 @@ def test_a_process_that_has_ended_has_none() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
     assert own_mib([process.pid]) == 0.0
+
+
+def test_the_device_tells_its_peak_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peak that is never reset would be that of the first step for ever; a CPU has no memory of its own to tell of."""
+    peaks = [3 * 2**20]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[-1])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.append(2**20))
+    cuda = torch.device("cuda", 0)
+    assert [device_memory(cuda)[names.DEVICE_MIB] for _ in range(2)] == [3.0, 1.0]
+    assert device_memory(torch.device("cpu")) == {}

@@ -144,13 +144,14 @@ SFT_NLL = Metric("sft/nll", "nats", _ELEMENTS, "Negative log-likelihood of what 
 SFT_SQUARED_ERROR = Metric("sft/squared_error", "action²", _ELEMENTS, "Squared distance to what was demonstrated.")
 SFT_FLOW_MATCHING = Metric("sft/flow_matching", "action²", _ELEMENTS, "Squared error of the flow's velocity.")
 
-# ---------------------------------------------------------------------- memory of the host
+# ---------------------------------------------------------------------- memory
 
 _OWN = "Resident memory that is no file and not shared, of "
 TRAINER_MIB = Metric("memory/trainer_mib", "MiB", _RANK_0, _OWN + "the trainer.")
 WORKERS_MIB = Metric("memory/workers_mib", "MiB", "at the end, sum over processes", _OWN + "the env workers.")
 REPLICAS_MIB = Metric("memory/replicas_mib", "MiB", "at the end, sum over processes", _OWN + "the replicas.")
 SLAB_MIB = Metric("memory/slab_mib", "MiB", _LAST, "Shared memory that holds the trajectories.")
+DEVICE_MIB = Metric("memory/trainer_device_mib", "MiB", "max, rank 0", "Memory of the trainer's tensors on its CUDA device.")
 
 # ---------------------------------------------------------------------- what StreamingCollector.stats() has beside these
 
@@ -187,7 +188,7 @@ TABLE: dict[str, tuple[Metric | Family, ...]] = {
         *(IMPORTANCE_WEIGHT, CAPPED_FRACTION, VALUE_TARGET, EXPLAINED_VARIANCE, REFERENCE_KL),
         *(GROUPS, EQUAL_GROUPS, UNFINISHED, OUTCOME, GRAD_NORM, SFT_NLL, SFT_SQUARED_ERROR, SFT_FLOW_MATCHING),
     ),
-    "Memory of the host": (TRAINER_MIB, WORKERS_MIB, REPLICAS_MIB, SLAB_MIB),
+    "Memory": (TRAINER_MIB, WORKERS_MIB, REPLICAS_MIB, SLAB_MIB, DEVICE_MIB),
     "StreamingCollector.stats() alone": (
         *(BATCH_HISTOGRAM, MEAN_QUEUED_ROWS, DECISIONS, WORKER_ENV_STEPS, WORKER_BUSY_S, WORKER_NO_SLOT_S),
         *(RESTARTS, UPTIME_S, SLAB_BYTES),

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+import torch
+
+from vla_async.monitor import metric_table as names
+
 MIB = 2**20
 
 
@@ -23,3 +27,12 @@ def own_mib(pids: Iterable[int]) -> float:
             continue
         pages += resident - shared
     return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def device_memory(device: torch.device) -> dict[str, float]:
+    """What to log of the trainer's device: the most memory that its tensors took since this was asked last. Of CUDA only."""
+    if device.type != "cuda":
+        return {}
+    most = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {names.DEVICE_MIB: most / MIB}
