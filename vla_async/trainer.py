@@ -126,7 +126,7 @@ class AsyncTrainer:
         self.ranks = Ranks(RankSettings(strategy, num_ranks, rank_timeout_s, self.accelerator, device))
         self.num_threads, self.check_memory = num_threads, check_memory
         self.callbacks, self.loggers = with_defaults(callbacks or []), loggers or []
-        self.validation, self.timeline = make_validation(self.evaluate_loop), Timeline(timeline)
+        self.validation, self.timeline = make_validation(self.evaluate_loop), Timeline(timeline, max_steps=max_steps)
         self.config_text: str | None = None
         self.interrupts, self._clock = Interrupts(), 0.0  # up to when training time has been counted
         self.origin: Path | None = None  # the checkpoint that a run started from

@@ -208,6 +208,13 @@ def test_a_range_that_holds_no_step_is_refused(setting: list[int], tmp_path: Pat
         make_trainer(tmp_path, timeline=setting)
 
 
+def test_a_range_after_the_last_step_is_refused(tmp_path: Path) -> None:
+    """It would leave a timeline with nothing in it, and a report without one."""
+    with pytest.raises(ValueError, match=r"trainer.timeline=\[3, 5\] would record nothing, for trainer.max_steps=2"):
+        make_trainer(tmp_path, timeline=[3, 5], max_steps=2)
+    make_trainer(tmp_path, timeline=[2, 5], max_steps=2)
+
+
 def test_another_file_is_no_timeline(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{}")
     with pytest.raises(ValueError, match="is no timeline that a run has written"):

@@ -72,6 +72,8 @@ def test_a_short_run_says_nothing_of_its_pace() -> None:
     assert [finding.kind for finding in found] == ["note"]
     assert "3 updates" in found[0].text
     assert kind(pace.too_short, shares(0.6, 0.05), number=4) is None
+    assert "1 update," in find(make_run(shares(0.6, 0.05), number=1))[0].text
+    assert kind(pace.too_short, {"sft/nll": 2.0}, number=1) is None
 
 
 def test_turns_are_told_with_what_overlap_could_save() -> None:
@@ -111,6 +113,14 @@ def test_waiting_for_a_batch_names_the_setting_that_makes_it_wait() -> None:
     found = one(pace.batches, make_run(BATCHES, config=config))
     assert found is not None
     assert "lower fit_loop.max_wait_s (now 0.05), or set fit_loop.max_batch_size to about 2" in found.text
+
+
+def test_a_wait_that_is_off_is_not_to_be_lowered() -> None:
+    config = {"trainer": {"fit_loop": {"init_args": {"max_wait_s": 0.0, "envs_per_worker": 1}}}}
+    found = one(pace.bottleneck, make_run(shares(0.6, 0.9, replica=0.9), config=config))
+    assert found is not None
+    assert "max_wait_s" not in found.text
+    assert "raise fit_loop.envs_per_worker (now 1), or env.num_envs" in found.text
 
 
 def test_publishing() -> None:

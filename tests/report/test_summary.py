@@ -40,6 +40,12 @@ def test_a_long_update_counts_for_more(tmp_path: Path) -> None:
     assert busy.bars == [("env workers", 0.75)]
 
 
+def test_the_warm_up_does_not_count_for_who_is_busy(tmp_path: Path) -> None:
+    """Else a trainer that waited for processes to start looks less busy than a finding says that it is."""
+    lines = [update(number, trainer__idle_share=float(number == 1)) for number in range(1, 9)]
+    assert key_figures(run_of(tmp_path, lines))[-1].bars == [("trainer", 1.0)]
+
+
 def test_tasks_of_the_last_evaluation(tmp_path: Path) -> None:
     tasks = ("a/b", "lift")
     rows = task_rows(run_of(tmp_path, [evaluation(0, 0.2, tasks), evaluation(9, 0.6, tasks)]))

@@ -51,6 +51,7 @@ class Timeline:
     Args:
         setting: ``trainer.timeline``: whether to record all steps, or ``[first, last]``.
         torch_traces: write traces of ``torch.profiler`` for the same time, one of the trainer and one of each replica.
+        max_steps: the last step that there will be, if that is known.
 
     Attributes:
         own: where this process records; None if nothing is wanted.
@@ -59,13 +60,18 @@ class Timeline:
         ValueError: names the setting, its value and the fix.
     """
 
-    def __init__(self, setting: bool | list[int] = False, torch_traces: bool = False) -> None:
+    def __init__(self, setting: bool | list[int] = False, torch_traces: bool = False, max_steps: int | None = None) -> None:
         if isinstance(setting, list) and (len(setting) != 2 or not 1 <= setting[0] <= setting[1]):
             raise ValueError(
                 f"trainer.timeline={setting} must be true, false, or [first, last]: the steps to record, of which the first "
                 "is 1 and none comes after the last"
             )
         self._range = setting if isinstance(setting, list) else None
+        if self._range and max_steps is not None and self._range[0] > max_steps:
+            raise ValueError(
+                f"trainer.timeline={setting} would record nothing, for trainer.max_steps={max_steps} comes first; "
+                "choose earlier steps, or more of them"
+            )
         self._wanted, self._torch_traces = setting is not False, torch_traces
         self.own: Track | None = None
         self._file: TraceFile | None = None

@@ -82,9 +82,10 @@ def _part(share: float) -> float:
 
 
 def too_short(run: RunData) -> Iterator[Finding]:
-    """A run of so few updates that they may all be warm-up."""
-    if len(run.updates) < LEAST_UPDATES:
-        text = f"The run has {len(run.updates)} updates, too few to say anything about its pace."
+    """A run of so few updates that they may all be warm-up; not one that made none of its own, as of ``sft`` or ``test``."""
+    number = len(values(run.updates, TRAINER_IDLE))
+    if 0 < number < LEAST_UPDATES:
+        text = f"The run has {number} update{'s' * (number > 1)}, too few to say anything about its pace."
         yield Finding("note", text, f"fewer than {LEAST_UPDATES} updates")
 
 
@@ -170,6 +171,8 @@ def _rollouts(run: RunData, shares: Shares) -> Finding:
         "set fit_loop.async_interaction=true, so that nobody waits for the slowest env"
         if lockstep
         else f"lower {named(run, 'fit_loop.max_wait_s')}, or raise {named(run, 'fit_loop.envs_per_worker')}"
+        if setting(run, "fit_loop.max_wait_s") != 0.0
+        else f"raise {named(run, 'fit_loop.envs_per_worker')}, or {named(run, 'env.num_envs')}"
     )
     text = (
         f"{waiting}, yet the replicas are idle {percent(shares.replicas)}: requests wait for each other rather than for the "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from vla_async.monitor import metric_table as m
 from vla_async.monitor.metric import Family
 from vla_async.report.columns import Columns
-from vla_async.report.findings_base import mean, percent, setting, share, values
+from vla_async.report.findings_base import mean, percent, setting, settled, share, values
 from vla_async.report.formats import NOTHING, number_text, rate_text, seconds_text
 from vla_async.report.run_data import Line, RunData
 
@@ -126,9 +126,10 @@ def _staleness(run: RunData) -> Figure:
 
 
 def busy(run: RunData) -> Figure:
-    """The shares of the time in which each role was busy."""
+    """The shares of the time in which each role was busy; after the warm-up if a run is long enough, as in the findings."""
+    lines = settled(run) or run.updates
     roles = (("env workers", m.WORKER_IDLE), ("replicas", m.REPLICA_IDLE), ("trainer", m.TRAINER_IDLE))
-    bars = [(name, 1 - idle) for name, metric in roles if math.isfinite(idle := share(run.updates, metric))]
+    bars = [(name, 1 - idle) for name, metric in roles if math.isfinite(idle := share(lines, metric))]
     text = " · ".join(f"{name} {percent(part)}" for name, part in bars)
     return Figure("Busy", text or NOTHING, bars=bars)
 
