@@ -190,7 +190,7 @@ def replay(args: Sequence[str]) -> int:
 
     Raises:
         ConfigError: if the command line is wrong, the file is no trajectory, or its env cannot be made.
-        RuntimeError: if the simulator is not installed.
+        RuntimeError: if the simulator is not installed, or the video cannot be written.
     """
     options = _parse(args)
     trajectory, factory = _read(options.file)
@@ -206,17 +206,16 @@ def replay(args: Sequence[str]) -> int:
             played.run()
         finally:
             env.close()
-    played.comparison.table().print()
+    compared = played.comparison
+    compared.table().print()
+    within = f"reproduced, to within {options.tolerance:g}"
+    print(within if compared.reproduced else f"NOT reproduced; the first difference: {compared.first}")
     if played.frames:
         path = options.video or options.file.with_name(f"{options.file.stem}_replay.mp4")
-        print(f"video: {write_video(path, played.frames)}")
+        _write(path, played.frames)
         if options.show:
             _show(path)
-    if played.comparison.reproduced:
-        print(f"reproduced, to within {options.tolerance:g}")
-        return 0
-    print(f"NOT reproduced; the first difference: {played.comparison.first}")
-    return 1
+    return int(not compared.reproduced)
 
 
 def _parse(args: Sequence[str]) -> argparse.Namespace:
@@ -261,6 +260,15 @@ def _can_draw(env: ChunkedEnv) -> bool:
         print(f"  no video: {error}")
         return False
     return True
+
+
+def _write(path: Path, frames: Sequence[Tensor]) -> None:
+    """Make the video, and say where it is."""
+    try:
+        print(f"video: {write_video(path, frames)}")
+    except OSError as error:
+        reason = error.strerror or error
+        raise RuntimeError(f"the video cannot be written to {path}: {reason}; choose another place with --video") from error
 
 
 def _show(path: Path) -> None:

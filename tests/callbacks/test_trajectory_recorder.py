@@ -171,7 +171,7 @@ def test_what_cannot_be_replayed_is_said(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "replay: the following arguments are required: FILE"),
+        ([], "the following arguments are required: FILE"),
         (["FILE", "--video", "out.gif"], "--video out.gif: its name must end in .mp4"),
         (["FILE", "--tolerance", "-1"], "--tolerance -1 must be 0 or a positive number"),
         (["FILE", "--show", "maybe"], "--show: invalid choice: 'maybe'"),
@@ -185,6 +185,16 @@ def test_a_wrong_command_line_is_refused(
     given = [str(files(streamed[0])[0]) if arg == "FILE" else arg for arg in args]
     assert main(["replay", *given]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_video_that_cannot_be_written_does_not_hide_the_result(
+    streamed: tuple[AsyncTrainer, SpyPPO], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken.mp4").mkdir()
+    assert main(["replay", str(files(streamed[0])[0]), "--video", str(tmp_path / "taken.mp4")]) == 1
+    said = capsys.readouterr()
+    assert "reproduced, to within" in said.out
+    assert f"cannot be written to {tmp_path / 'taken.mp4'}: Is a directory; choose another place with --video" in said.err
 
 
 def test_another_version_is_told_of_and_a_display_asked_for(

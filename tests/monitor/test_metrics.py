@@ -82,6 +82,12 @@ def test_a_video_plays_and_has_every_frame(tmp_path: Path) -> None:
     assert np.allclose([frame.mean() for frame in shown], [0, 40, 80, 120, 160], atol=4)
 
 
+def test_a_place_that_takes_no_video_says_why(tmp_path: Path) -> None:
+    """And not that the pipe to an encoder broke."""
+    with pytest.raises(IsADirectoryError):
+        write_video(tmp_path, frames(1))
+
+
 def episode(success: bool, task: str = "reach/left") -> Episode:
     return Episode(task, seed=7, success_once=success, success_at_end=False, episode_return=0.0, env_steps=2)
 

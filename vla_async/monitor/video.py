@@ -27,10 +27,14 @@ def write_video(path: Path, frames: Sequence[Tensor], frames_per_second: int = F
 
     Returns:
         ``path``.
+
+    Raises:
+        OSError: if the file cannot be written.
     """
     import imageio.v2 as imageio
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.open("wb").close()  # says what is wrong with the place; of the encoder's process one only hears that its pipe broke
     even = [frame[: frame.shape[0] // 2 * 2, : frame.shape[1] // 2 * 2] for frame in frames]
     writer: Any = imageio.get_writer(path, fps=frames_per_second, codec="libx264", macro_block_size=None, quality=7)
     with writer:
