@@ -146,6 +146,8 @@ def test_a_long_update_is_told_of_while_it_runs_and_a_short_one_when_it_has_ende
     assert "env steps 70 · 9 env steps/s" in progress.line(trainer)
     assert progress.state(trainer).so_far
     assert progress.state(trainer).metrics["time/update_s"] == 20.0
+    trainer.max_steps = trainer.state.counters.step = 1  # what is waited for now is the last validation
+    assert "env steps 0 · 5 env steps/s" in progress.line(trainer)
     progress.on_end(trainer)
 
 
