@@ -201,8 +201,6 @@ class Progress(Callback):
 
     def _live_metrics(self, trainer: AsyncTrainer) -> Mapping[str, float]:
         """Those of the update that runs, once it has run for a while; nothing else."""
-        if done(trainer) == 1.0:
-            return {}  # none runs any more: the last validation is waited for
         live = _loop(trainer).live(trainer)
         return live if live.get(names.UPDATE_S, 0.0) >= _SETTLED_S else {}
 

@@ -232,11 +232,14 @@ class Rollouts:
         }
 
     def live(self, counters: Counters) -> dict[str, float]:
-        """Of the metrics, those that tell how the update goes so far. Any thread may ask, at any time."""
-        told = dict[str, float](self._pace.live().items())
-        if counters.step == self.version:  # else what was taken has been counted
-            told[names.ENV_STEPS] = float(counters.env_steps + self.env_steps)
-        return told
+        """Of the metrics, those that tell how the update goes so far. Any thread may ask, at any time.
+
+        Returns:
+            None of an update that has been counted: what is validated after it is none of its time.
+        """
+        if counters.step != self.version:
+            return {}
+        return {**self._pace.live(), names.ENV_STEPS: float(counters.env_steps + self.env_steps)}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: how far the random streams are, and what was counted."""
