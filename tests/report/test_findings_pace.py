@@ -81,7 +81,7 @@ def test_turns_are_told_with_what_overlap_could_save() -> None:
     assert found is not None
     assert found.kind == "note"
     assert "75 % of the time" in found.text
-    assert "would take 75 % of that" in found.text
+    assert "it would take 75 % of that" in found.text
     assert kind(pace.bottleneck, shares(0.6, 0.5) | {"time/rollout_s": 3.0, "time/train_s": 1.0}) is None
 
 

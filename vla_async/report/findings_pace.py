@@ -190,7 +190,7 @@ def turns(run: RunData) -> Iterator[Finding]:
     part = rollout / (rollout + train)
     text = (
         f"Rollouts ({seconds(rollout)} per update, {percent(part)} of the time) and training ({seconds(train)}) take turns. "
-        f"Overlapped by StreamingFitLoop, an update would take {percent(1.0 / async_speedup(rollout, train))} of that at best."
+        f"Overlapped by StreamingFitLoop, it would take {percent(1.0 / async_speedup(rollout, train))} of that at best."
     )
     yield Finding("note", text, f"the loop logs {ROLLOUT_S} and {TRAIN_S}")
 
