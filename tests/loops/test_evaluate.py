@@ -225,6 +225,15 @@ def test_metrics_of_one_task_are_not_repeated_by_name() -> None:
     assert not any(name.endswith("/a") for name in metrics)
 
 
+def test_metrics_of_several_tasks_are_told_for_each() -> None:
+    """A mean over all tasks hides the one that is never solved."""
+    episodes = [Episode("a", 1, True, True, 2.0, 10), Episode("b", 1, False, False, 0.5, 30)]
+    metrics = EvaluationResult("test", 3, episodes).metrics()
+    assert [metrics[f"test/success_once{of}"] for of in ("", "/a", "/b")] == [0.5, 1.0, 0.0]
+    assert [metrics[f"test/return{of}"] for of in ("", "/a", "/b")] == [1.25, 2.0, 0.5]
+    assert [metrics[f"test/episode_env_steps{of}"] for of in ("", "/a", "/b")] == [20.0, 10.0, 30.0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

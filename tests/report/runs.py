@@ -50,7 +50,7 @@ def update(step: int, **metrics: float) -> dict[str, float]:
 
 def evaluation(step: int, rate: float, tasks: Sequence[str] = (), split: str = "validate") -> dict[str, float]:
     """What an evaluation of 50 episodes per task logs."""
-    line = {"step": step, "env_steps": 500 * step, "elapsed_s": 1.5 * step, f"{split}/return": 10 * rate}
+    line = {"step": step, "env_steps": 500 * step, "elapsed_s": 1.5 * step}
     for place, task in enumerate(("", *tasks)):
         end, of_task = f"/{task}" if task else "", max(0.0, rate - 0.05 * place)
         for kind, value in (("once", of_task), ("at_end", 0.8 * of_task)):
@@ -58,6 +58,7 @@ def evaluation(step: int, rate: float, tasks: Sequence[str] = (), split: str = "
             line[f"{split}/success_{kind}_low{end}"] = max(0.0, value - 0.1)
             line[f"{split}/success_{kind}_high{end}"] = min(1.0, value + 0.1)
         line[f"{split}/episodes{end}"] = 50
+        line[f"{split}/return{end}"] = 10 * of_task
     return line
 
 

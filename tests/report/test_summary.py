@@ -53,7 +53,7 @@ def test_tasks_of_the_last_evaluation(tmp_path: Path) -> None:
     assert [row.once.text for row in rows] == ["0.55", "0.50", "0.60"]
     assert [row.first.text for row in rows] == ["0.15", "0.10", "0.20"]
     assert rows[-1].once.interval == "0.50 to 0.70"
-    assert (rows[-1].episodes, rows[-1].episode_return, rows[0].episode_return) == ("50", "6", "–")
+    assert (rows[-1].episodes, rows[-1].episode_return, rows[0].episode_return) == ("50", "6", "5.5")
 
 
 def test_a_single_task_has_its_name(tmp_path: Path) -> None:

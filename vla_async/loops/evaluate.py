@@ -70,8 +70,9 @@ class EvaluationResult:
                 out[name.of(*of)] = rate.rate
                 out[low.of(*of)], out[high.of(*of)] = rate.interval
             out[names.EVALUATED_EPISODES.of(*of)] = rate.n
-        out[names.EVALUATED_RETURN.of(self.split)] = mean(episode.episode_return for episode in self.episodes)
-        out[names.EVALUATED_LENGTH.of(self.split)] = mean(episode.env_steps for episode in self.episodes)
+            episodes = [episode for episode in self.episodes if task in (None, episode.task)]
+            out[names.EVALUATED_RETURN.of(*of)] = mean(episode.episode_return for episode in episodes)
+            out[names.EVALUATED_LENGTH.of(*of)] = mean(episode.env_steps for episode in episodes)
         out[names.EVALUATED_VERSION.of(self.split)] = self.policy_version
         return out
 

@@ -47,8 +47,8 @@ SUCCESS_AT_END_HIGH = Family(
     "<split>/success_at_end_high[/<task>]", "share", _INTERVAL, "Upper end of the interval of success_at_end."
 )
 EVALUATED_EPISODES = Family("<split>/episodes[/<task>]", "episodes", "sum", "Episodes that the rates rest on.")
-EVALUATED_RETURN = Family("<split>/return", "reward", _EPISODES, "Undiscounted return of an evaluated episode.")
-EVALUATED_LENGTH = Family("<split>/episode_env_steps", "env steps", _EPISODES, "Length of an evaluated episode.")
+EVALUATED_RETURN = Family("<split>/return[/<task>]", "reward", _EPISODES, "Undiscounted return of an evaluated episode.")
+EVALUATED_LENGTH = Family("<split>/episode_env_steps[/<task>]", "env steps", _EPISODES, "Length of an evaluated episode.")
 EVALUATED_VERSION = Family("<split>/policy_version", "updates", _LAST, "Updates behind the weights that were evaluated.")
 SKIPPED = Metric(
     "validate/skipped", "validations", _SINCE, "Validations left out, as a newer one was due before their turn."

@@ -168,5 +168,5 @@ def _task_row(task: str, split: str, first: Line, last: Line, name: str) -> Task
         once=rate(last, once),
         at_end=rate(last, at_end),
         first=rate(first, once) if first is not last else Rate(),
-        episode_return=NOTHING if task else number_text(value(last, m.EVALUATED_RETURN)),
+        episode_return=number_text(value(last, m.EVALUATED_RETURN)),
     )
