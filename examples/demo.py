@@ -20,6 +20,8 @@ from vla_async import AsyncTrainer
 from vla_async.cli import VLACLI
 from vla_async.loops import EvaluationResult
 from vla_async.monitor.report import ResultRow, plot_success, results_table
+from vla_async.report.page import write_report
+from vla_async.report.run_data import read_run
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "maniskill_pushcube_sft_ppo.yaml"
 SYNCHRONOUS = "--trainer.fit_loop=SyncFitLoop"
@@ -50,7 +52,7 @@ def improve(recipe: Path, seed: int, compare: bool) -> list[ResultRow]:
 
 
 def report(row: ResultRow, seed: int, fit: AsyncTrainer, before: EvaluationResult, after: EvaluationResult) -> None:
-    """Write the figures and the learning curve into the directory of the fit run."""
+    """Write the figures, the learning curve and a page about the run into the directory of the fit run."""
     record: dict[str, Any] = {
         "seed": seed,
         "loop": type(fit.fit_loop).__name__,
@@ -65,7 +67,9 @@ def report(row: ResultRow, seed: int, fit: AsyncTrainer, before: EvaluationResul
     (fit.run.path / "result.json").write_text(json.dumps(record, indent=2) + "\n")
     plot = next(callback for callback in fit.callbacks if hasattr(callback, "points"))
     plot_success(plot.points, fit.run.path / "success.png", f"{before.tasks[0]}: SFT, then PPO", before.success())
-    for name, file in [("learning curve", fit.run.path / "success.png"), *(("video", video) for video in after.videos)]:
+    page = write_report([read_run(fit.run.path)], fit.run.path / "report.html")
+    files = [("report", page), ("learning curve", fit.run.path / "success.png")]
+    for name, file in [*files, *(("video", video) for video in after.videos)]:
         print(f"{name}: {file}")
 
 

@@ -51,3 +51,4 @@ def test_the_demo_goes_from_demonstrations_to_a_table_of_what_was_gained(
         assert record["env_steps"] == 2 * 2 * 4
         assert all((tmp_path / video).stat().st_size > 0 for video in record["videos"])
         assert (result.parent / "success.png").stat().st_size > 0
+        assert "Findings" in (result.parent / "report.html").read_text()
