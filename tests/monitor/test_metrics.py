@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import math
+import subprocess
 import warnings
 from pathlib import Path
+from typing import Any
 
 import imageio.v2 as imageio
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from vla_async.collectors.episodes import Episode
+from vla_async.monitor import video
 from vla_async.monitor.metrics import Meter, SuccessRate, mean, wilson_interval
 from vla_async.monitor.video import VideoRecorder, write_video
 
@@ -86,6 +89,28 @@ def test_a_place_that_takes_no_video_says_why(tmp_path: Path) -> None:
     """And not that the pipe to an encoder broke."""
     with pytest.raises(IsADirectoryError):
         write_video(tmp_path, frames(1))
+
+
+def test_an_encoder_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much it was still to be given: that its pipe broke helps nobody."""
+    monkeypatch.setattr(video, "_encoder", lambda *about: ["sh", "-c", "echo there is no room >&2; exit 3"])
+    with pytest.raises(OSError, match="there is no room"):
+        write_video(tmp_path / "film.mp4", frames(5, 1024, 1024))
+
+
+def test_no_python_runs_between_fork_and_exec_of_the_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread's fork, torch would end the process groups of the other threads, and wait for that for ever."""
+    started: list[dict[str, Any]] = []
+    popen = subprocess.Popen
+
+    def spy(command: list[str], **options: Any) -> Any:
+        started.append(options)
+        return popen(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", spy)
+    write_video(tmp_path / "film.mp4", frames(2))
+    assert len(started) == 1
+    assert "preexec_fn" not in started[0]
 
 
 def episode(success: bool, task: str = "reach/left") -> Episode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,16 +32,33 @@ def write_video(path: Path, frames: Sequence[Tensor], frames_per_second: int = F
     Raises:
         OSError: if the file cannot be written.
     """
-    import imageio.v2 as imageio
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.open("wb").close()  # says what is wrong with the place; of the encoder's process one only hears that its pipe broke
-    even = [frame[: frame.shape[0] // 2 * 2, : frame.shape[1] // 2 * 2] for frame in frames]
-    writer: Any = imageio.get_writer(path, fps=frames_per_second, codec="libx264", macro_block_size=None, quality=7)
-    with writer:
-        for frame in even:
-            writer.append_data(np.ascontiguousarray(frame.numpy()))
+    path.open("wb").close()  # says what is wrong with the place, better than the encoder does
+    height, width = (size // 2 * 2 for size in frames[0].shape[:2])
+    with subprocess.Popen(_encoder(path, width, height, frames_per_second), **_PIPES) as encoder:
+        assert encoder.stdin is not None
+        assert encoder.stderr is not None
+        with contextlib.suppress(BrokenPipeError), encoder.stdin:  # else it has ended, and says why
+            for frame in frames:
+                encoder.stdin.write(np.ascontiguousarray(frame[:height, :width].numpy()).tobytes())
+        said = encoder.stderr.read().decode(errors="replace").strip()
+    if encoder.returncode:
+        raise OSError(f"{path}: {said.splitlines()[-1] if said else f'the encoder ended with {encoder.returncode}'}")
     return path
+
+
+# Not by imageio's own writer: it runs Python between fork and exec, where torch clears what other threads of this process
+# had, and waits for ever for those of a process group. A session of its own keeps Ctrl-C from the encoder.
+_PIPES: Any = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+
+
+def _encoder(path: Path, width: int, height: int, frames_per_second: int) -> list[str]:
+    """The command that encodes pictures from its standard input."""
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    pictures = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(frames_per_second), "-i", "-"]
+    h264 = ["-an", "-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", "15", str(path)]
+    return [get_ffmpeg_exe(), "-y", "-loglevel", "error", *pictures, *h264]
 
 
 class VideoRecorder:
