@@ -22,7 +22,7 @@ from typing import Any
 
 from vla_async.interrupts import Interrupts
 from vla_async.monitor.figures import Figures, ablation_table, read_figures, to_json
-from vla_async.options import OptionParser
+from vla_async.options import OptionParser, at_least, check_json, check_recipe
 from vla_async.refusals import ConfigError
 
 SWITCHES = ("placement", "train_async", "async_interaction", "streamer")
@@ -74,8 +74,7 @@ def ablate(args: Sequence[str]) -> dict[str, list[Figures]]:
         RuntimeError: if a row fails, with what it said.
     """
     options, rest = _parse(args)
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise ConfigError(f"--json {options.json}: there is no directory {options.json.resolve().parent}; make it first")
+    check_json(options.json)
     for arg in rest:
         if arg.partition("=")[0].removeprefix(LOOP).removeprefix("init_args.") in SWITCHES[1:]:
             raise ConfigError(f"{arg.partition('=')[0]} is what ablate turns on and off itself; leave it out")
@@ -103,22 +102,12 @@ def ablate(args: Sequence[str]) -> dict[str, list[Figures]]:
 def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     usage = "vla-async ablate --config FILE [--steps N] [--repeats R] [--json FILE] [--SECTION.KEY VALUE ...]"
     parser = OptionParser(usage, __doc__)
-    parser.add_argument("--steps", type=_at_least(4), default=20, help="updates per run; the first quarter does not count")
-    parser.add_argument("--repeats", type=_at_least(1), default=1, help="runs per row; the table shows their median")
+    parser.add_argument("--steps", type=at_least(4), default=20, help="updates per run; the first quarter does not count")
+    parser.add_argument("--repeats", type=at_least(1), default=1, help="runs per row; the table shows their median")
     parser.add_argument("--json", type=Path, help="file for the figures of all runs")
     options, rest = parser.parse_known_args(args)
-    if not any(arg.partition("=")[0] in ("-c", "--config") for arg in rest):
-        raise ConfigError("ablate needs a recipe, for example: vla-async ablate --config recipes/toy_ppo.yaml")
+    check_recipe("ablate", rest)
     return options, rest
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.lstrip("-").isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least {least}")
-        return int(text)
-
-    return parse
 
 
 def resolve(args: Sequence[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vla_async.options import OptionParser
+from vla_async.options import OptionParser, at_least, check_json, check_recipe
 from vla_async.refusals import ConfigError
 
 _WARM_UP = 3  # updates that do not count: slots fill, caches warm up, and what is compiled is compiled
@@ -46,13 +46,12 @@ def profile(args: Sequence[str]) -> None:
 def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     usage = "vla-async profile --config FILE [--steps N] [--torch true] [--json FILE] [--SECTION.KEY VALUE ...]"
     parser = OptionParser(usage, __doc__)
-    parser.add_argument("--steps", type=_whole, default=10, help=f"updates that count; {_WARM_UP} are made before them")
+    parser.add_argument("--steps", type=at_least(1), default=10, help=f"updates that count; {_WARM_UP} are made before them")
     parser.add_argument("--torch", type=_switch, default=False, help="true: write traces of torch.profiler, too")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options, rest = parser.parse_known_args(args)
+    check_recipe("profile", rest)
     names = {arg.partition("=")[0] for arg in rest}
-    if not names & {"-c", "--config"}:
-        raise ConfigError("profile needs a recipe, for example: vla-async profile --config recipes/toy_ppo.yaml")
     for name in _OWN:
         if f"--trainer.{name}" in names:
             raise ConfigError(f"--trainer.{name} is what profile sets itself (--steps says how many count); leave it out")
@@ -60,15 +59,8 @@ def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError(
             "--ckpt_path resumes a run, but profile begins a new one; start it from weights: --trainer.init_from"
         )
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise ConfigError(f"--json {options.json}: there is no directory {options.json.resolve().parent}; make it first")
+    check_json(options.json)
     return options, rest
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least 1")
-    return int(text)
 
 
 def _switch(text: str) -> bool:

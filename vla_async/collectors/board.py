@@ -83,6 +83,10 @@ class Board:
         for name, tensor in block.tensors.items():
             setattr(self, name, tensor.numpy())
 
+    def slots_in(self, state: SlotState) -> int:
+        """How many slots are in a state now."""
+        return int((self.state == state).sum())
+
     def busy_s(self, now: float) -> NDArray[Any]:
         """float64 ``[W]``, :attr:`busy` with what each worker is doing now (monotonic seconds), which may take long."""
         busy = self.busy.copy()  # read first: what ends in between is missed now rather than counted twice

@@ -60,7 +60,7 @@ class FleetMeter:
             names.WORKER_NO_SLOT: min(1.0, waiting / workers),  # a wait counts when it is over
             names.WORKER_RESTARTS: float(fleet.restarts),
             names.REPLICA_IDLE: max(0.0, 1.0 - float(counted.seconds[0]) / replicas),  # a batch counts when it is over
-            names.WAITING: float((fleet.board.state == SlotState.FINISHED).sum()),
+            names.WAITING: float(fleet.board.slots_in(SlotState.FINISHED)),
             names.SLOTS: float(self._slots()[0]),
         }
 

@@ -125,7 +125,7 @@ class Rollouts:
     def _count_waiting(self) -> None:
         """Note in the timeline how many slots are finished and not taken."""
         if self.timeline.is_on:
-            self.timeline.count("queue", waiting=int((self.fleet.board.state == SlotState.FINISHED).sum()))
+            self.timeline.count("queue", waiting=self.fleet.board.slots_in(SlotState.FINISHED))
 
     def _choose(self, count: int, earlier: int = 0) -> list[int]:
         """Wait for so many bundles, of which ``earlier`` were taken before; their slots, ordered by env."""

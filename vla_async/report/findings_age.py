@@ -14,7 +14,8 @@ from vla_async.monitor.metric_table import (
     STALENESS_MAX,
     STALENESS_MEAN,
 )
-from vla_async.report.findings_base import Finding, Kind, inside, learns, mean, named, of_objective, percent, settled, values
+from vla_async.monitor.metrics import mean
+from vla_async.report.findings_base import Finding, Kind, inside, learns, named, of_objective, percent, settled, values
 from vla_async.report.run_data import RunData
 
 OLD = 1.0  # updates: with η = 1, which every overlap needs, the mean cannot be above it

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from vla_async.monitor.metric import Family
 from vla_async.monitor.metric_table import ROLLOUT_SUCCESS_ONCE, SUCCESS_ONCE, UPDATE_S
+from vla_async.monitor.metrics import mean
 from vla_async.report.run_data import Line, RunData
 
 Kind = Literal["problem", "note", "good"]
@@ -43,11 +44,6 @@ def settled(run: RunData) -> list[Line]:
 def values(lines: Iterable[Line], name: str) -> list[float]:
     """A metric wherever it was logged and is a number."""
     return [line[name] for line in lines if math.isfinite(line.get(name, math.nan))]
-
-
-def mean(numbers: Sequence[float]) -> float:
-    """Arithmetic mean; NaN of nothing."""
-    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 def share(lines: Iterable[Line], name: str) -> float:

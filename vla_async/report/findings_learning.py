@@ -22,13 +22,12 @@ from vla_async.monitor.metric_table import (
     SUCCESS_ONCE_HIGH,
     SUCCESS_ONCE_LOW,
 )
-from vla_async.monitor.metrics import wilson_interval
+from vla_async.monitor.metrics import mean, wilson_interval
 from vla_async.report.findings_base import (
     OBJECTIVES,
     Finding,
     inside,
     learns,
-    mean,
     named,
     of_objective,
     percent,

@@ -15,7 +15,8 @@ from vla_async.monitor.metric_table import (
     WORKER_RESTARTS,
     WORKERS_MIB,
 )
-from vla_async.report.findings_base import Finding, Kind, mean, percent, settled, values
+from vla_async.monitor.metrics import mean
+from vla_async.report.findings_base import Finding, Kind, percent, settled, values
 from vla_async.report.run_data import RunData
 
 MANY_DROPPED = 0.05  # of all trajectories: as much of the simulators' time was for nothing

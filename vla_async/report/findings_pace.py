@@ -22,12 +22,12 @@ from vla_async.monitor.metric_table import (
     WORKER_IDLE,
     WORKER_NO_SLOT,
 )
+from vla_async.monitor.metrics import mean
 from vla_async.report.findings_base import (
     LEAST_UPDATES,
     Finding,
     Kind,
     inside,
-    mean,
     named,
     percent,
     seconds,

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from vla_async.monitor import metric_table as m
 from vla_async.monitor.metric import Family
+from vla_async.monitor.metrics import mean
 from vla_async.report.columns import Columns
-from vla_async.report.findings_base import mean, percent, setting, settled, share, values
+from vla_async.report.findings_base import percent, setting, settled, share, values
 from vla_async.report.formats import NOTHING, number_text, rate_text, seconds_text
 from vla_async.report.run_data import Line, RunData
 
