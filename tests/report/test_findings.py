@@ -113,9 +113,9 @@ def test_a_slow_trainer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_tiny_queue_is_named(tmp_path: Path) -> None:
-    """Four envs have four slots. Two roll out (300 ms) while the others' are trained on (130 ms), and wait for theirs."""
-    costs = QUICK | {"train_per_decision_s": 0.13 / 6}
-    assert fit(tmp_path, costs, step_s=0.05, fragments_per_update=2) == {"slots"}
+    """Four envs have four slots. Two roll out (600 ms) while the others' are trained on (260 ms), and wait for theirs."""
+    costs = QUICK | {"train_per_decision_s": 0.26 / 6}
+    assert fit(tmp_path, costs, step_s=0.1, fragments_per_update=2, max_steps=8) == {"slots"}
 
 
 def test_stale_data_is_named(tmp_path: Path) -> None:
